@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the scales of FP8 attention add to an optimizer step of a 70B model on 64, 512 and 4096 GPUs.
 
-    scale_out.py [--mfu 0.4] [--launch-us 10]
+    scale_out.py [--mfu 0.4] [--alone-us 45.3]
 
 A model, not a measurement: kernel times are rows of `benches/records`, network times an alpha-beta model with published constants.
 `docs/scale-out.md` states its assumptions and what it leaves out. Needs Python alone. Output: CSV on stdout.
@@ -34,7 +34,6 @@ TE_FORWARD_SLOTS, TE_BACKWARD_SLOTS, TE_HISTORY = 9, 6, 1024
 WORD_ROW, DELAYED_TENSORS = 16, 5
 # Tables of the scale engine (src/device/scale/tables.rs): statistics of a channel, a projection with its tensor map, a layer.
 STATISTICS, PROJECTION, TENSOR_MAP, LAYER, HEAD = 32, 96, 128, 68, 8
-ENGINES_PER_SHARDED_LAYER = 2
 
 
 def measured(record, column, **row):
@@ -50,6 +49,9 @@ def measured(record, column, **row):
 # Seconds a layer, whole 70B model: one read of W_Q, W_K and W_V, without and with certified logit bounds.
 DESCALES = measured("2026-11-22-scale-pass.csv", "after_1", model="llama-2-70b", method="operand_descales") * 1e-6
 PLAN = measured("2026-11-22-scale-pass.csv", "after_1", model="llama-2-70b", method="plan") * 1e-6
+# Microseconds that a layer takes longer by itself, as under FSDP, than in one launch for all layers; at Llama-3 8B's shape.
+_moving = lambda form: measured("2026-11-23-scale-moving-h200.csv", "us", what="moving", form="descales: " + form)
+ALONE_US = round(_moving("addresses by value") - _moving("one launch a model"), 1)
 # Seconds a step, all layers.
 DELAYED_STEP = measured("2026-11-21-policy-step-h200.csv", "delayed_te_step_ms", model="llama-2-70b") * 1e-3
 # Seconds that the amax of q, k and v adds to a call of 16384 tokens with these heads.
@@ -122,23 +124,23 @@ class Cost:
     checkpoint: int = 0
 
 
-def _engine_bytes(layers, tp, engines=1):
+def _engine_bytes(layers, tp):
     q, kv = Q_HEADS // tp, KV_HEADS // tp
     channels, heads = (q + 2 * kv) * D_HEAD, q + 2 * kv
     results = 4 * (4 * kv + 4 + 3 * kv)
     each = channels * STATISTICS + 3 * (PROJECTION + TENSOR_MAP) + heads * HEAD + LAYER + results
-    return layers * engines * each
+    return layers * each
 
 
-def geometry(layout, launch, sharded=False, bounds=False):
+def geometry(layout, alone, sharded=False, bounds=False):
     """One read of the weights a step, in one launch for all layers, or in one for each layer in its forward."""
     share = (PLAN if bounds else DESCALES) / layout.tp
     name = "geometry" + (", logit bounds" if bounds else "") + (", FSDP" if sharded else "")
-    engines = ENGINES_PER_SHARDED_LAYER if sharded else 1
     return Cost(
         name,
-        kernels=layout.layers * (share + (launch if sharded else 0.0)),
-        memory=_engine_bytes(layout.layers, layout.tp, engines),
+        kernels=layout.layers * (share + (alone if sharded else 0.0)),
+        # Sharded layers of one shape share an engine.
+        memory=_engine_bytes(1 if sharded else layout.layers, layout.tp),
     )
 
 
@@ -172,21 +174,21 @@ def current(layout):
     return Cost("current", reduces, 4 if reduces else 0, network, calls * tokens * AMAX_PER_TOKEN / layout.tp)
 
 
-def costs(layout, launch):
+def costs(layout, alone):
     """Of every policy."""
-    yield geometry(layout, launch)
-    yield geometry(layout, launch, sharded=True)
-    yield geometry(layout, launch, bounds=True)
+    yield geometry(layout, alone)
+    yield geometry(layout, alone, sharded=True)
+    yield geometry(layout, alone, bounds=True)
     yield delayed(layout)
     yield delayed_te(layout)
     yield current(layout)
 
 
-def rows(mfu, launch):
+def rows(mfu, alone):
     """Of every layout and policy, ready to print."""
     for layout in LAYOUTS:
         step = layout.step(mfu)
-        for cost in costs(layout, launch):
+        for cost in costs(layout, alone):
             added = cost.network + cost.kernels
             yield {
                 "gpus": layout.gpus,
@@ -211,11 +213,11 @@ def rows(mfu, launch):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the dense BF16 peak that a step reaches")
-    parser.add_argument("--launch-us", type=float, default=10.0, help="launch and tail of a kernel for one sharded layer")
+    parser.add_argument("--alone-us", type=float, default=ALONE_US, help="what a sharded layer takes longer by itself")
     args = parser.parse_args()
-    if not 0 < args.mfu <= 1 or args.launch_us < 0:
-        parser.error("--mfu must be above 0 and at most 1, --launch-us not negative")
-    table = list(rows(args.mfu, args.launch_us * 1e-6))
+    if not 0 < args.mfu <= 1 or args.alone_us < 0:
+        parser.error("--mfu must be above 0 and at most 1, --alone-us not negative")
+    table = list(rows(args.mfu, args.alone_us * 1e-6))
     out = csv.DictWriter(sys.stdout, table[0], lineterminator="\n")
     out.writeheader()
     out.writerows(table)

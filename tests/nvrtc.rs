@@ -72,11 +72,6 @@ fn variants() -> Vec<Request> {
                     names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
                 );
             }
-            // That finish operand descales.
-            let finish = Request::new(source, Arch::SM90A).define("FINISH", 1);
-            for (r, sums, turns) in [(16, 0, 1), (64, 0, 1), (64, 1, 0), (96, 1, 1), (128, 0, 1), (256, 0, 1)] {
-                all.push(finish.clone().define("D_HEAD", r).define("SUMS", sums).define("TURNS", turns));
-            }
             continue;
         }
         if source == sources::GRAMS_WIDE {

@@ -4,12 +4,7 @@
 // A block takes one head (macro D_HEAD), 64 input channels at a time, through its own ring: small blocks, so that some load
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
-//
-// FINISH 1, `scale_norms_to_descales`: a block makes the bound of its head itself, the last block of a layer the layer's operand
-// descales, as scale_operand_descales does, and the last of all the status: descales of a model in one launch, and no statistics
-// in memory.
 #include "ptx/tma.cuh"
-#include "scale/operand_bounds.cuh"
 #include "scale/ring.cuh"
 #include "scale/types.cuh"
 
@@ -33,10 +28,6 @@
 #endif
 #ifndef BESIDE  // 1: one block a multiprocessor, with half of its shared memory; the rest is for kernels that run beside it
 #define BESIDE 0
-#endif
-
-#ifndef FINISH  // 1: to operand descales
-#define FINISH 0
 #endif
 
 constexpr u32 N = D_HEAD, WARPS = (N + 15) / 16, THREADS = WARPS * 32;
@@ -79,62 +70,8 @@ __device__ __forceinline__ float value_of(u32 word, u32 upper) {
   return F16 ? ptx::f32_from_f16((u16)(word >> upper * 16)) : upper ? bf16_high(word) : bf16_low(word);
 }
 
-// What the last blocks read and leave.
-struct Finish {
-  const Layer* layers;
-  const u32* owners;      // of each projection: 4 times its layer, and 0, 1 or 2 for q, k and v
-  float* head_bounds;     // in the order of the statistics' rows
-  u32* counters;          // heads that are done, a layer; then layers that are done, and flags: zero before and after
-  u32 count;              // layers
-  float *descales, *tensors, *operand_bounds;
-  u32* status;
-};
-static_assert(sizeof(Finish) == 72, "host mirror");
-
-// By all threads, whose bounds are of channels of one head.
-__device__ __forceinline__ void finish(const Finish& to, const Projection& p, u32 owner, u32 first_row, float bound) {
-  __shared__ float warps[WARPS];
-  __shared__ u32 last;
-  bound = warp_largest(bound);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = bound;
-  __syncthreads();
-  const Layer& l = to.layers[owner / 4];
-  if (threadIdx.x == 0) {
-    for (u32 w = 1; w < WARPS; w++) bound = larger(bound, warps[w]);
-    to.head_bounds[(p.stat_row + first_row) / N] = bound;
-    __threadfence();
-    const u32 heads = l.n_q + l.n_kv + (l.v_row == NO_HEAD ? 0 : l.n_kv);
-    last = atomicAdd(to.counters + owner / 4, 1) + 1 == heads;
-  }
-  __syncthreads();
-  if (!last || threadIdx.x >= 32) return;
-  __threadfence();
-  bool bad = false;
-  for (u32 which = 0; which < 3; which++) {
-    const u32 row = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
-    const float* from = to.head_bounds + row / N;
-    auto bound_of = [&](u32 head) { return row == NO_HEAD ? 0.f : __ldcg(from + head); };
-    auto flag = [&] { bad = true; };
-    put_operands(l, which, which == 0 ? l.n_q / l.n_kv : 1, bound_of, flag, to.descales, to.tensors, to.operand_bounds);
-    __syncwarp();
-  }
-  bad = __any_sync(0xffffffffu, bad);
-  if (threadIdx.x) return;
-  u32 *done = to.counters + to.count, *flags = done + 1;
-  to.counters[owner / 4] = 0;
-  if (bad) atomicOr(flags, STATUS_NON_FINITE_WEIGHT);
-  __threadfence();
-  if (atomicAdd(done, 1) + 1 < to.count) return;
-  __threadfence();
-  *done = 0, *to.status = atomicExch(flags, 0);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-#if FINISH
-    scale_norms_to_descales(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, const __grid_constant__ Finish to) {
-#else
     scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
-#endif
   extern __shared__ u8 room[];
   // The swizzle goes by addresses.
   Shared& shared = *(Shared*)(room + (1024 - ptx::shared_address(room) % 1024) % 1024);
@@ -260,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (u32 step = 4; step; step >>= 1) totals[i] += __shfl_xor_sync(0xffffffffu, totals[i], step);
   }
-  // Lanes 0 to 3 of every eight finish one channel each; with FINISH the others the same ones again.
-  if (!FINISH && (eight >= 4 || own >= N / 2)) return;
+  // Lanes 0 to 3 of every eight finish one channel each.
+  if (eight >= 4 || own >= N / 2) return;
   auto mine = [&](u32 first, u32 c) {
     const float low = c & 1 ? totals[first % VALUES + 1] : totals[first % VALUES], high = c & 1 ? totals[first % VALUES + 3] : totals[first % VALUES + 2];
     return c & 2 ? high : low;
@@ -282,24 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     norm2 = norm2 < 0.0 ? 0.0 : norm2;
   }
   const float bias = p.bias ? load_value(p.bias, VECTORS, channel) : 0.f;
-#if FINISH
-  // The other channel of the pair is the neighbouring lane's; the even lane's comes first.
-  const bool odd = eight & 1;
-  ChannelStats x = {}, y = {};
-  auto exchange = [&](float own, float& first, float& second) {
-    const float other = __shfl_xor_sync(0xffffffffu, own, 1);
-    first = odd ? other : own, second = odd ? own : other;
-  };
-  exchange((float)(norm2 + lost), x.norm2, y.norm2), exchange(raw2 + lost, x.raw2, y.raw2);
-  exchange((SUMS ? mine(8, eight) : 0.f) + bias, x.constant, y.constant);
-  exchange((SUMS ? mine(12, eight) : 0.f) + fabsf(bias), x.absolute, y.absolute);
-  x.pair = (float)pair;
-  const u32 owner = to.owners[head.projection], first = min(own, N / 2 - 2) + (eight & 2) / 2;
-  const Layer& l = to.layers[owner / 4];
-  finish(to, p, owner, head.first_row, pair_bound(x, y, l, l.rounding_share[owner % 4], first < p.rotary / 2));
-#else
   float4* out = (float4*)(stats + p.stat_row + channel);
   out[0] = make_float4((float)(norm2 + lost), raw2 + lost, (float)pair, (SUMS ? mine(8, eight) : 0.f) + bias);
   out[1] = make_float4((SUMS ? mine(12, eight) : 0.f) + fabsf(bias), sum, 0.f, 0.f);
-#endif
 }

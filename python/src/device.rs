@@ -3,7 +3,8 @@
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sigmascale::cuda::{self, Device, DevicePtr, Stream};
+use sigmascale::bound::HeadBound;
+use sigmascale::cuda::{self, Buffer, Device, DevicePtr, Stream};
 use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::model::{Forward, GainForm, NormKind, norm_roundings};
 use sigmascale::tensor;
@@ -71,7 +72,8 @@ pub struct Layer {
     pub qk_norm: Option<QkNorm>,
 }
 
-fn dtype(name: &str) -> Result<Dtype> {
+/// A type by PyTorch's name.
+pub fn dtype(name: &str) -> Result<Dtype> {
     match name {
         "bfloat16" => Ok(Dtype::Bf16),
         "float16" => Ok(Dtype::F16),
@@ -169,7 +171,7 @@ impl ScaleEngine {
     fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool, eta: f64) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
-            let inputs = layers.iter().map(Layer::input).collect::<Result<Vec<_>>>()?;
+            let inputs = inputs(&layers)?;
             // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks at
             // every launch that they still lie where they did, and orders launches on streams.
             let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? }.with_eta(eta)?;
@@ -188,26 +190,92 @@ impl ScaleEngine {
         })
     }
 
-    /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32
-    /// `[layer][q, k, v][n_kv]`, `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without
-    /// logits), `status` one u32. Each layer has its own heads, without padding.
+    /// As [`results`].
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let results = PyDict::new(py);
         let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        results.set_item("heads", (engine.head_descales().ptr().0, engine.head_descales().len()))?;
-        results.set_item("operands", (engine.operand_bounds().ptr().0, engine.operand_bounds().len()))?;
-        results.set_item("status", (engine.status().ptr().0, 1))?;
-        if let (true, Some(bounds)) = (self.logits, engine.head_bounds()) {
-            let words = size_of::<sigmascale::bound::HeadBound>() / 4;
-            results.set_item("bounds", (bounds.ptr().0, words * bounds.len()))?;
-        }
-        Ok(results)
+        let bounds = engine.head_bounds().filter(|_| self.logits);
+        results(py, engine.head_descales(), engine.operand_bounds(), engine.status(), bounds)
     }
 
     #[getter]
     fn workspace_bytes(&self) -> usize {
         self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner).workspace_bytes()
     }
+}
+
+/// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32
+/// `[layer][q, k, v][n_kv]`, `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits),
+/// `status` one u32. Each layer has its own heads, without padding.
+pub fn results<'py>(
+    py: Python<'py>,
+    heads: &Buffer<f32>,
+    operands: &Buffer<f32>,
+    status: &Buffer<u32>,
+    bounds: Option<&Buffer<HeadBound>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let results = PyDict::new(py);
+    results.set_item("heads", (heads.ptr().0, heads.len()))?;
+    results.set_item("operands", (operands.ptr().0, operands.len()))?;
+    results.set_item("status", (status.ptr().0, 1))?;
+    if let Some(bounds) = bounds {
+        results.set_item("bounds", (bounds.ptr().0, size_of::<HeadBound>() / 4 * bounds.len()))?;
+    }
+    Ok(results)
+}
+
+/// The same of layers of one shape, whose addresses come with each launch.
+#[pyclass(frozen)]
+pub struct ShapeEngine {
+    engine: OnDevice<Mutex<scale::ShapeEngine>>,
+    device: OnDevice<Device>,
+    logits: bool,
+}
+
+#[pymethods]
+impl ShapeEngine {
+    #[new]
+    fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool, eta: f64) -> PyResult<Self> {
+        on_device(py, || {
+            let device = Device::open(device)?;
+            let engine = scale::ShapeEngine::new(&device, &inputs(&layers)?, logits)?.with_eta(eta)?;
+            Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device), logits })
+        })
+    }
+
+    /// Whether it can take these layers: their shapes are those of the ones that it was made with.
+    fn fits(&self, py: Python<'_>, layers: Vec<Layer>) -> PyResult<bool> {
+        on_device(py, || {
+            let layers = inputs(&layers)?;
+            Ok(self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner).fits(&layers))
+        })
+    }
+
+    /// Puts the work of these layers on a stream (its handle as an integer).
+    fn launch(&self, py: Python<'_>, stream: u64, layers: Vec<Layer>) -> PyResult<()> {
+        on_device(py, || {
+            let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let (stream, layers) = (self::stream(&self.device, stream), inputs(&layers)?);
+            // SAFETY: the package reads addresses, shapes and strides off live tensors of this device, launches on the
+            // stream on which they are used and freed, and keeps the memory of a capture for its replays.
+            unsafe { if self.logits { engine.plan(&stream, &layers) } else { engine.descales(&stream, &layers) } }
+        })
+    }
+
+    /// As [`results`].
+    fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let bounds = engine.head_bounds().filter(|_| self.logits);
+        results(py, engine.head_descales(), engine.operand_bounds(), engine.status(), bounds)
+    }
+
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner).workspace_bytes()
+    }
+}
+
+fn inputs(layers: &[Layer]) -> Result<Vec<LayerInput>> {
+    layers.iter().map(Layer::input).collect()
 }
 
 /// Whether kernels can be compiled and launched here, and if not, why.

@@ -38,10 +38,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::Attention>()?;
     module.add_class::<paged::Paged>()?;
     module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
-    module.add_function(wrap_pyfunction!(latent::latent_scales, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
     module.add_class::<host::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
+    module.add_class::<device::ShapeEngine>()?;
+    module.add_class::<latent::LatentEngine>()?;
+    module.add_class::<latent::LatentModel>()?;
     module.add_class::<policy::DevicePolicy>()
 }

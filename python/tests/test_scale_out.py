@@ -34,6 +34,7 @@ def test_an_all_reduce_goes_up_a_tree_and_down():
 
 def test_figures_are_single_rows_of_records():
     assert scale_out.DESCALES == pytest.approx(40.81e-6) and scale_out.PLAN == pytest.approx(59.13e-6)
+    assert pytest.approx(58.045 - 12.773, abs=0.05) == scale_out.ALONE_US
     assert pytest.approx((2.715 - 2.511) * 1e-3 / 16384) == scale_out.AMAX_PER_TOKEN
     with pytest.raises(LookupError, match="2 rows"):
         scale_out.measured("2026-11-21-attention-end-to-end-h200.csv", "keys", keys="8192")
@@ -56,7 +57,7 @@ def test_costs_by_hand():
     plain, sharded = by_name["geometry"], by_name["geometry, FSDP"]
     assert plain.calls == sharded.calls == plain.checkpoint == 0 and plain.network == 0
     assert plain.kernels == pytest.approx(20 * 40.81e-6 / 8)
-    assert sharded.kernels - plain.kernels == pytest.approx(20 * 10e-6) and sharded.memory == 2 * plain.memory
+    assert sharded.kernels - plain.kernels == pytest.approx(20 * 10e-6) and sharded.memory == plain.memory / 20
     # 8 query heads and one KV head a rank: 10 heads of 128 channels.
     tables = 1280 * 32 + 3 * (96 + 128) + 10 * 8 + 68 + 4 * (4 + 4 + 3)
     assert plain.memory == 20 * tables
@@ -90,7 +91,7 @@ def test_the_record_is_what_the_script_prints():
 
 
 def test_options_that_make_no_sense_are_refused():
-    for option in (("--mfu", "0"), ("--mfu", "1.5"), ("--launch-us", "-1")):
+    for option in (("--mfu", "0"), ("--mfu", "1.5"), ("--alone-us", "-1")):
         done = subprocess.run(
             [sys.executable, ROOT / "benches" / "scale_out.py", *option], capture_output=True, text=True
         )

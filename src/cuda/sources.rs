@@ -133,7 +133,6 @@ headers! {
     "scale/gram_pass.cuh",
     "scale/lift.cuh",
     "scale/matrices.cuh",
-    "scale/operand_bounds.cuh",
     "scale/pair_sums.cuh",
     "scale/ring.cuh",
     "scale/segments.cuh",

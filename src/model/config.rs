@@ -209,7 +209,8 @@ impl<'a> Keys<'a> {
         };
         let global = self.global_heads(family, layers, d_head)?;
         let most_channels = if family.global_heads { 512 } else { 256 };
-        for d_head in [d_head, global.d_head] {
+        // Latent attention has sizes of its own, which `Mla::check` has seen.
+        for d_head in [d_head, global.d_head].into_iter().filter(|_| mla.is_none()) {
             if d_head % 8 != 0 || !(16..=most_channels).contains(&d_head) {
                 return Err(refuse(
                     file,

@@ -62,7 +62,8 @@ pub struct LayerSpec {
     pub n_q_heads: usize,
     /// Key and value heads; divides `n_q_heads`.
     pub n_kv_heads: usize,
-    /// Head dimension r of queries and keys: a multiple of 8 from 16 to 256 (512 in Gemma 4).
+    /// Head dimension r of queries and keys: a multiple of 8 from 16 to 256 (512 in Gemma 4), or with latent attention
+    /// `d_nope + d_rope`.
     pub d_head: usize,
     /// Rotary position embedding; `None` without one (learned positions, NoPE). With `mla` its channels are counted from the
     /// first of the last `d_rope`.

@@ -13,7 +13,6 @@ macro_rules! tests {
     };
 }
 
-mod at_once;
 mod attention;
 mod engine;
 mod frobenius;
@@ -42,7 +41,6 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
     let cases = [
-        at_once::tests(),
         attention::tests(),
         small::tests(),
         engine::tests(),

@@ -168,7 +168,6 @@ class Runtime:
     layers: list[LayerPlan]
     before_refresh: list[Callable[[Runtime], None]]
     after_refresh: list[Callable[[Runtime], None]]
-    misses: int
     def __init__(
         self,
         model: torch.nn.Module,

@@ -1,5 +1,6 @@
 """An engine over layers in memory: what it reads, whether that still lies there, and where its results go."""
 
+import contextlib
 import dataclasses
 
 import torch
@@ -18,21 +19,17 @@ class Engine:
             raise UnsupportedError(
                 "some layers have latent attention (MLA) and some have not: attach a runtime for each kind"
             )
-        entries = [[None] if any(latent) else _layers.entries(layer) for layer in found]
+        entries = [_entries(layer) for layer in found]
         rows = [row for each in entries for row in each]
+        logits = "bounds" in targets
         if any(latent):
-            self._engine = _host.LatentEngine(found, "bounds" in targets, runtime.tail.eta, runtime.device)
+            self._engine = _latent(found, logits, runtime)
         elif runtime.device.type == "cpu":
-            tail = dataclasses.asdict(runtime.tail)
-            self._engine = _host.ScaleEngine(rows, "bounds" in targets, tail, runtime._q_heads)
+            self._engine = _host.ScaleEngine(rows, logits, dataclasses.asdict(runtime.tail), runtime._q_heads)
         else:
-            self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets, runtime.tail.eta)
-        results = self._engine.results()
-        self._word = runtime.memory(self._engine, results.pop("status"), "<i4")
-        values = {name: runtime.memory(self._engine, place, "<f4") for name, place in results.items()}
-        counts = [runtime._heads.counts[index] for index in indices]
-        every = _results.runs(counts, [len(each) for each in entries], indices)
-        self._copies = _results.copies(values, targets, every)
+            self._engine = _native.ScaleEngine(runtime.device.index, rows, logits, runtime.tail.eta)
+        self._results = _Results(self._engine, targets, runtime)
+        self._copies = self._results.copies([len(each) for each in entries], indices)
 
     def run(self, stream):
         self._engine.launch(stream)
@@ -40,7 +37,98 @@ class Engine:
             target.copy_(source)
 
     def status(self):
-        return int(self._word.item())
+        return int(self._results.word.item())
+
+
+def _latent(found, logits, runtime):
+    """The engine of latent attention: of the device for descales, and of the host for bounds of logits, for weights whose config
+    says FP8, and for shapes that no kernel takes."""
+    if runtime.device.type == "cuda" and not logits:
+        with contextlib.suppress(UnsupportedError):
+            return _DeviceLatent(found, runtime.device)
+    return _host.LatentEngine(found, logits, runtime.tail.eta, runtime.device)
+
+
+class _DeviceLatent:
+    """The native engine of latent attention, with the interface of that of the host."""
+
+    def __init__(self, found, device):
+        self._native = _native.LatentEngine(device.index, self._places(found))
+        self.results = self._native.results
+
+    def fits(self, layers):
+        with contextlib.suppress(UnsupportedError):
+            return self._native.fits(self._places(layers))
+        return False
+
+    def launch(self, stream, layers=None):
+        self._native.launch(stream, None if layers is None else self._places(layers))
+
+    @staticmethod
+    def _places(found):
+        kind = lambda tensor: str(tensor.dtype).removeprefix("torch.")
+        place = lambda name, x: (name, kind(x), list(x.shape), list(x.stride()), x.data_ptr())
+        latent = [layer.latent for layer in found]
+        return [(x.model, x.index, [place(*named) for named in x.tensors.items()]) for x in latent]
+
+
+class ShapeEngine:
+    """The native engine of one shape of layers, which takes the addresses of a layer's tensors at each launch, and where the
+    results of each layer go. Layers that share it are computed one after another."""
+
+    def __init__(self, layer, targets, runtime):
+        self._latent = layer.latent is not None
+        entries, logits = _entries(layer), "bounds" in targets
+        if self._latent:
+            self._engine = _latent([layer], logits, runtime)
+        elif runtime.device.type == "cpu":
+            self._engine = _host.ScaleEngine(entries, logits, dataclasses.asdict(runtime.tail), runtime._q_heads)
+        else:
+            self._engine = _native.ShapeEngine(runtime.device.index, entries, logits, runtime.tail.eta)
+        self._device, self._results, self._copies = runtime.device, _Results(self._engine, targets, runtime), {}
+        # The stream of the last launch, whose results the next one overwrites.
+        self._last = None
+
+    def fits(self, layer):
+        """Whether the layer has the shape."""
+        return self._latent == (layer.latent is not None) and self._engine.fits(self._given(layer))
+
+    def run(self, stream, layer, index):
+        """Computes the layer with this number."""
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            current = torch.cuda.current_stream(self._device)
+            if self._last is not None and self._last != current:
+                current.wait_stream(self._last)
+            self._last = current
+        given = self._given(layer)
+        self._engine.launch(stream, given)
+        if index not in self._copies:
+            self._copies[index] = self._results.copies([len(given)], [index])
+        for source, target in self._copies[index]:
+            target.copy_(source)
+
+    def _given(self, layer):
+        return [layer] if self._latent else _layers.entries(layer)
+
+
+class _Results:
+    """What a native engine writes, as tensors, and what of it is copied to a runtime's targets."""
+
+    def __init__(self, engine, targets, runtime):
+        results = engine.results()
+        self.word = runtime.memory(engine, results.pop("status"), "<i4")
+        self._values = {name: runtime.memory(engine, place, "<f4") for name, place in results.items()}
+        self._targets, self._counts = targets, runtime._heads.counts
+
+    def copies(self, parts, indices):
+        """Sources and targets, for layers of these numbers with so many entries each."""
+        runs = _results.runs([self._counts[index] for index in indices], parts, indices)
+        return _results.copies(self._values, self._targets, runs)
+
+
+def _entries(layer):
+    """A layer as native engines take it."""
+    return [None] if layer.latent is not None else _layers.entries(layer)
 
 
 def storages(model):

@@ -16,7 +16,8 @@ def _rows(layers, key):
 
 
 class ScaleEngine:
-    """Certified bounds and descales of layers in host memory, which are read at each launch."""
+    """Certified bounds and descales of layers in host memory, which are read at each launch: those that it was made with, or
+    others of their shape."""
 
     def __init__(self, layers, logits, tail, q_heads):
         self._layers, self._logits, self._tail, self._q_heads = layers, logits, tail, q_heads
@@ -30,9 +31,14 @@ class ScaleEngine:
         raise there."""
         return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
 
-    def launch(self, _):
+    def fits(self, layers):
+        """Whether it can take these layers: results have room for their heads."""
+        return [(x["n_q"], x["n_kv"]) for x in layers] == [(x["n_q"], x["n_kv"]) for x in self._layers]
+
+    def launch(self, _, layers=None):
         """Computes everything."""
-        values = _native.host_scales(self._layers, self._logits, self._tail, self._q_heads)
+        layers = self._layers if layers is None else layers
+        values = _native.host_scales(layers, self._logits, self._tail, self._q_heads)
         for tensor, row in zip(self._results.values(), values):
             tensor.copy_(torch.tensor(row))
 
@@ -53,13 +59,17 @@ class LatentEngine:
         """As :meth:`ScaleEngine.results`."""
         return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
 
-    def launch(self, _):
+    def fits(self, layers):
+        """As :meth:`ScaleEngine.fits`."""
+        return [layer.n_q_heads for layer in layers] == [layer.n_q_heads for layer in self._layers]
+
+    def launch(self, _, layers=None):
         """Computes everything."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "scales of latent attention (MLA) are computed on the host: call refresh() outside of the CUDA graph"
             )
-        rows = [self._scales(layer) for layer in self._layers]
+        rows = [self._scales(layer) for layer in (self._layers if layers is None else layers)]
         for tensor, values in zip(self._results.values(), zip(*rows)):
             tensor.copy_(torch.tensor([value for row in values for value in row]))
 
@@ -69,8 +79,7 @@ class LatentEngine:
         given = [
             (name, _STORED[x.dtype], list(x.shape), x.data_ptr(), x.numel() * x.element_size()) for name, x in held.items()
         ]
-        about = latent.config, latent.model, latent.names, latent.index
-        return _native.latent_scales(*about, given, "bounds" in self._results, self._eta)
+        return latent.model.scales(latent.index, given, "bounds" in self._results, self._eta)
 
 
 class Policy:

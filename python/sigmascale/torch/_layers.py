@@ -19,13 +19,11 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 @dataclasses.dataclass(eq=False)
 class Latent:
-    """What a layer with multi-head latent attention (MLA) also has: the model's config, the names of all of its
-    tensors, the layer's place among those with attention, and the layer's tensors by their names in the model, its
-    projections among them."""
+    """What a layer with multi-head latent attention (MLA) also has: the model, which all of its layers share, the
+    layer's place among those with attention, and the layer's tensors by their names in the model, its projections
+    among them."""
 
-    config: str
-    model: str
-    names: list
+    model: _native.LatentModel
     index: int
     tensors: dict
 
@@ -526,7 +524,8 @@ def _table(model, units):
         (prefix,) = found
     if spec.get("multipliers") or spec.get("v_norm"):
         raise UnsupportedError(f"family {spec['family']} multiplies its projections by factors, which is not supported")
-    about = text, type(model).__name__, list(parameters)
+    has_latent = any(names["latent"] is not None for names in layout["layers"])
+    latent_model = _native.LatentModel(text, type(model).__name__, list(parameters)) if has_latent else None
     heads = sum(names["n_q_heads"] for names in layout["layers"])
     # A pipeline stage has some of the layers; one that has any tensor of a layer has them all.
     own = [f"{names[key]['name']}.weight" for names in layout["layers"] for key in "qkv"]
@@ -534,7 +533,7 @@ def _table(model, units):
 
     def reader(index, names):
         def read(view, _):
-            one = _layer if names["latent"] is None else functools.partial(_latent, about)
+            one = _layer if names["latent"] is None else functools.partial(_latent, latent_model)
             layer = one(spec, names, index, prefix, parameters, modules, view)
             return dataclasses.replace(layer, model_q_heads=heads)
 
@@ -576,7 +575,7 @@ def _getter(prefix, parameters, modules, view, sources):
     return get
 
 
-def _latent(about, spec, names, index, prefix, parameters, modules, view):
+def _latent(latent_model, spec, names, index, prefix, parameters, modules, view):
     """A layer with latent attention: the tensors that its scales depend on, by name."""
     sources, tensors = [], {}
     get = _getter(prefix, parameters, modules, view, sources)
@@ -597,7 +596,7 @@ def _latent(about, spec, names, index, prefix, parameters, modules, view):
         heads=tuple(names[key]["heads"] for key in "qkv"),
         fused_d_head=names["d_head"],
         sources=sources,
-        latent=Latent(*about, index, tensors),
+        latent=Latent(latent_model, index, tensors),
     )
 
 

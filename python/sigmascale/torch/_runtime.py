@@ -15,9 +15,6 @@ from . import _backends, _calls, _distributed, _engine, _layers, _results, _save
 from ._plan import LayerPlan, give_plan, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
-# Engines that are kept for the places at which a sliced layer has been whole.
-_ENGINES_A_LAYER = 2
-
 
 class Runtime:
     """Plans of a model's attention layers. Created by :func:`attach`.
@@ -72,8 +69,6 @@ class Runtime:
         self._reduction = None
         # Engines whose launches are in somebody's CUDA graph, with the weights that they read: a replay reaches both.
         self._captured = []
-        # How often a sliced layer was whole at addresses that no engine knew.
-        self.misses = 0
         self.before_refresh, self.after_refresh = [], []
         self._warned_of_dropout = False
         layers = _layers.Layers(model, self._given)
@@ -184,8 +179,8 @@ class Runtime:
         resident = [layers.at_rest[index] for index in layers.resident]
         if self._targets and resident:
             self._engine = _engine.Engine(resident, self._targets, self, layers.resident)
-        # Sliced layers whose scales are of earlier weights, and engines by index and addresses.
-        self._due, self._unit_engines = set(), {}
+        # Sliced layers whose scales are of earlier weights, and engines, one for each shape that these layers have had.
+        self._due, self._shape_engines = set(), []
         if self._targets:
             self._hooks += _distributed.hooked(layers, weakref.WeakMethod(self._compute))
         # The hooks hold what reads the model, and go with it.
@@ -205,17 +200,13 @@ class Runtime:
         with torch.inference_mode(False), torch.no_grad(), self._on_device(), _unnoticed(self._written()):
             for index in indices:
                 layer = layers.whole(index, kept)
-                key = index, *(_engine.where(tensor) for tensor in layer.tensors().values())
-                engine = self._unit_engines.pop(key, None)
+                engine = next((engine for engine in self._shape_engines if engine.fits(layer)), None)
                 if engine is None:
-                    engine = _engine.Engine([layer], self._targets, self, [index])
-                    self.misses += 1
-                self._unit_engines[key] = engine
-                while len(self._unit_engines) > _ENGINES_A_LAYER * len(self._sliced):
-                    self._unit_engines.pop(next(iter(self._unit_engines)))
-                if capturing:
+                    engine = _engine.ShapeEngine(layer, self._targets, self)
+                    self._shape_engines.append(engine)
+                if capturing and all(engine is not held for held, _ in self._captured):
                     self._captured.append((engine, []))
-                engine.run(self._stream())
+                engine.run(self._stream(), layer, index)
                 if self.logits is not None:
                     self.logit_descales[index].copy_(self.logits[index, :, 3])
                 self._policy.update(self, self._stream(), [index])

@@ -1,4 +1,4 @@
-"""Small models for the tests: a Hugging Face Llama whose heads lie across shard boundaries, and a plain module."""
+"""Small models for the tests: a Hugging Face Llama whose heads lie across shard boundaries, a DeepSeek-V3, and a plain module."""
 
 import functools
 
@@ -35,6 +35,16 @@ def llama(heads=(6, 3), d_head=16, layers=2, **options):
         intermediate_size=96, num_hidden_layers=layers, max_position_embeddings=64, **options,
     )  # fmt: skip
     return randomise(transformers.LlamaForCausalLM(config))
+
+
+def latent():
+    """Latent attention, of 32-bit weights and without experts."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=96, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16, vocab_size=64, intermediate_size=96, num_hidden_layers=2, first_k_dense_replace=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return randomise(transformers.DeepseekV3ForCausalLM(config))
 
 
 class Attention(nn.Module):

@@ -5,7 +5,7 @@ import gc
 import weakref
 
 import pytest
-from models import BF16, Plain, attach, blocks, expected, inputs, llama, mesh_of, run, shard, torch
+from models import BF16, Plain, attach, blocks, expected, inputs, latent, llama, mesh_of, run, shard, torch
 from ranks import distributed, processes_of_their_own  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,7 +17,7 @@ import sigmascale
 import sigmascale.torch as fp8
 from sigmascale.torch import _layers
 
-MODELS = {"llama": llama, "plain": Plain}
+MODELS = {"llama": llama, "plain": Plain, "latent": latent}
 
 
 def check(make, wrap, before=False, dtype=torch.bfloat16, own=lambda x: x):
@@ -225,6 +225,16 @@ def test_every_reshard_after_forward(reshard):
 def test_replicas_of_shards():
     mesh = mesh_of(2, 2, names=("replicate", "shard"))
     check(llama, lambda model: shard(model, mesh))
+
+
+@distributed(2)
+def test_layers_of_one_shape_share_an_engine():
+    model = shard(llama(), mesh_of(2))
+    runtime, rank = attach(model), torch.distributed.get_rank()
+    for _ in range(3):
+        run(model, inputs(model, rank))
+        runtime.refresh()
+    assert len(runtime) > 1 and len(runtime._shape_engines) == 1
 
 
 @distributed(1)

@@ -188,20 +188,6 @@ impl ScaleEngine {
         Ok(self)
     }
 
-    /// The same engine with [`ScaleEngine::descales`] in one launch, where there is a kernel for it: layers of one kind on Hopper, 16
-    /// bits in rows of 16 bytes, without norms of q and k. Results are the same; it leaves no [`ScaleEngine::read_stats`]. Not the
-    /// default: it has not been measured.
-    ///
-    /// # Errors
-    /// If a kernel does not compile, or the memory is not there.
-    pub fn with_descales_at_once(mut self, device: &Device) -> Result<Self> {
-        if let [group] = &mut self.groups[..] {
-            let members: Vec<usize> = (0..self.partition.heads.layers()).collect();
-            group.descale_at_once(device, &self.partition.places_of(&members))?;
-        }
-        Ok(self)
-    }
-
     /// True if [`ScaleEngine::plan`] reads each weight once: the Gram pass leaves the statistics of its channels too.
     pub fn one_pass(&self) -> bool {
         let mut passes = self.groups.iter().filter_map(Group::one_pass).peekable();

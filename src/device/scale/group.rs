@@ -81,18 +81,8 @@ impl Group {
         Ok(all)
     }
 
-    /// Makes operand descales in one launch from now on, if there is a kernel for it. It sets the status, so the group has to be the
-    /// model's only one.
-    pub fn descale_at_once(&mut self, device: &Device, places: &[Place]) -> Result<bool> {
-        let normalised = self.layers.iter().any(|l| l.qk_norm.is_some());
-        Ok(!normalised && self.norms.finish(device, &Tables::new(&self.layers, places))?)
-    }
-
     /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first.
     pub fn descales(&self, stream: &Stream, results: &Results, clear: bool) -> Result<()> {
-        if self.norms.to_descales(stream, self.projections.ptr(), &self.layer_table, results)? {
-            return Ok(());
-        }
         if clear {
             results.status.clear(stream)?;
         }

@@ -80,15 +80,6 @@ impl Tables {
         }
         t
     }
-
-    /// The layer of each projection times 4, and 0, 1 or 2 for q, k and v.
-    pub fn owners(&self) -> Vec<u32> {
-        let of = |(layer, l): (usize, &tables::Layer)| {
-            let starts = [l.q_row, l.k_row, l.v_row].into_iter().zip(0..);
-            starts.filter(|(row, _)| *row != NO_ROW).map(move |(_, which)| 4 * layer as u32 + which).collect::<Vec<_>>()
-        };
-        self.layers.iter().enumerate().flat_map(of).collect()
-    }
 }
 
 #[cfg(test)]
@@ -140,22 +131,6 @@ mod tests {
         }
         // The kernels read them from the front of a row.
         assert_eq!(std::mem::offset_of!(tables::Projection, at), 0);
-    }
-
-    /// What `scale_norms_to_descales` reads: projections of layers, and bounds of heads in the order of the rows.
-    #[test]
-    fn every_projection_has_its_layer() {
-        let mut layers = [layer(0x1000), normalised(0x2000), LayerInput { v: None, ..layer(0x3000) }, layer(0x4000)];
-        layers[3].n_q = 6;
-        let place = Place { layer: 0, q: 0, kv: 0 };
-        let t = Tables::new(&layers, &[place; 4]);
-        let owners = t.owners();
-        assert_eq!(owners, [0, 1, 2, 6, 8, 9, 12, 13, 14]);
-        for (p, owner) in t.projections.iter().zip(owners) {
-            let l = &t.layers[owner as usize / 4];
-            assert_eq!(p.stat_row, [l.q_row, l.k_row, l.v_row][owner as usize % 4]);
-            assert_eq!(p.stat_row % p.d_head, 0);
-        }
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! Channel statistics: one read of the weights, one block per head.
 
 use super::layout::Tables;
-use super::results::Results;
 use super::storage::Storage;
-use super::tables::{self, DeviceMatrix, Dtype, HeadPlace, LayerInput, NO_ROW, TensorMaps, has_sums};
+use super::tables::{DeviceMatrix, Dtype, HeadPlace, LayerInput, NO_ROW, TensorMaps, has_sums};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -19,35 +18,7 @@ pub(super) struct Norms {
     /// Where the copy engine brings the weights.
     maps: Option<TensorMaps>,
     d_model: u32,
-    /// What a kernel that makes operand descales too is compiled for; `None` where there is none.
-    once: Option<Form>,
-    finish: Option<Finish>,
 }
-
-/// What the norms need to finish operand descales by themselves.
-#[derive(Debug)]
-struct Finish {
-    kernel: Kernel,
-    launch: Launch,
-    owners: Buffer<u32>,
-    head_bounds: Buffer<f32>,
-    counters: Buffer<u32>,
-}
-
-/// The last parameter of `scale_norms_to_descales`.
-#[repr(C)]
-struct FinishTo {
-    layers: u64,
-    owners: u64,
-    head_bounds: u64,
-    counters: u64,
-    count: u32,
-    descales: u64,
-    tensors: u64,
-    operand_bounds: u64,
-    status: u64,
-}
-const _: () = assert!(size_of::<FinishTo>() == 72);
 
 /// How weights lie that the copy engine can bring, with the vectors of their norm.
 fn copied(device: &Device, layers: &[LayerInput]) -> Option<Storage> {
@@ -75,8 +46,6 @@ pub(super) struct Form {
     pub vectors: Dtype,
     /// One block a multiprocessor, beside other kernels.
     pub beside: bool,
-    /// To operand descales, without statistics in memory.
-    pub finish: bool,
 }
 
 impl Form {
@@ -91,10 +60,8 @@ impl Form {
             ("VECTORS", (self.vectors as u32).to_string()),
             ("BESIDE", u32::from(self.beside).to_string()),
         ];
-        let finish = self.finish.then(|| ("FINISH", "1".to_owned()));
-        let module = device.module(sources::NORMS, &defines.into_iter().chain(finish).collect::<Vec<_>>())?;
-        let name = if self.finish { "scale_norms_to_descales" } else { "scale_norms" };
-        let kernel = module.overlapping_kernel(name)?;
+        let module = device.module(sources::NORMS, &defines)?;
+        let kernel = module.overlapping_kernel("scale_norms")?;
         let number = |name| module.constant(name).map(|value| value as u32);
         let (threads, shared) = (number("BLOCK_THREADS")?, number("SHARED_BYTES")?);
         kernel.allow_shared(shared)?;
@@ -125,7 +92,6 @@ impl Norms {
         let first_value = heads.len();
         heads.extend(of(true));
         let (all, of_v) = (heads.len(), heads.len() - first_value);
-        let mut once = None;
         let (every, values, maps) = match copied(device, layers) {
             None => {
                 let kernel = device.module(sources::NORMS_GENERIC, &[])?.kernel("scale_norms_generic")?;
@@ -136,81 +102,21 @@ impl Norms {
                 let sums = has_sums(layers);
                 let turns = built.projections.iter().any(|p| p.rotary > 0);
                 let vectors = layers[0].vector_dtype;
-                let form = Form {
-                    d_head: r,
-                    columns,
-                    sums,
-                    turns,
-                    f16: dtype == Dtype::F16,
-                    vectors,
-                    beside: false,
-                    finish: false,
-                };
+                let form = Form { d_head: r, columns, sums, turns, f16: dtype == Dtype::F16, vectors, beside: false };
                 let kernel = |turns: bool, beside: bool, heads| Form { turns, beside, ..form }.kernel(device, heads);
                 // With sums it is bound by instructions, and needs every warp that fits.
                 let values = kernel(false, !sums, of_v)?;
-                once = Some(Form { turns, finish: true, ..form });
                 let maps = TensorMaps::new(device, &built.projections, true, vec![if columns { 64 } else { r }])?;
                 (kernel(turns, false, all)?, values, Some(maps))
             }
         };
         let heads = device.upload(&heads)?;
-        Ok(Self { every, values, heads, first_value, maps, d_model: layers[0].d_model as u32, once, finish: None })
+        Ok(Self { every, values, heads, first_value, maps, d_model: layers[0].d_model as u32 })
     }
 
     /// Puts the statistics of every channel on `stream`.
     pub fn every(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<()> {
         self.launch(stream, &self.every, 0, projections, stats)
-    }
-
-    /// Has [`Norms::to_descales`] from now on, where there is a kernel for it; whether there is.
-    pub fn finish(&mut self, device: &Device, built: &Tables) -> Result<bool> {
-        let Some(form) = self.once else { return Ok(false) };
-        let (kernel, launch) = form.kernel(device, self.heads.len())?;
-        self.finish = Some(Finish {
-            kernel,
-            launch,
-            owners: device.upload(&built.owners())?,
-            head_bounds: device.zeros(built.rows / form.d_head as usize)?,
-            counters: device.zeros(built.layers.len() + 2)?,
-        });
-        Ok(true)
-    }
-
-    /// Puts the operand descales on `stream`, in one launch; false if that was not set up. Leaves no statistics.
-    pub fn to_descales(
-        &self,
-        stream: &Stream,
-        projections: DevicePtr,
-        layers: &Buffer<tables::Layer>,
-        results: &Results,
-    ) -> Result<bool> {
-        let Some(finish) = &self.finish else { return Ok(false) };
-        let mut to = FinishTo {
-            layers: layers.ptr().0,
-            owners: finish.owners.ptr().0,
-            head_bounds: finish.head_bounds.ptr().0,
-            counters: finish.counters.ptr().0,
-            count: layers.len() as u32,
-            descales: results.descales.ptr().0,
-            tensors: results.tensors.ptr().0,
-            operand_bounds: results.operand_bounds.ptr().0,
-            status: results.status.ptr().0,
-        };
-        let (mut projections, mut heads) = (projections.0, self.heads.ptr().0);
-        let mut maps = self.maps.as_ref().map_or(0, |maps| maps.ptr().0);
-        let mut d_model = self.d_model;
-        let mut parameters = [
-            (&raw mut projections).cast(),
-            (&raw mut heads).cast(),
-            (&raw mut maps).cast(),
-            (&raw mut d_model).cast(),
-            (&raw mut to).cast(),
-        ];
-        // SAFETY: 1. the parameters are the kernel's, and live until the driver has copied them; 2. as in `launch`, and the rest
-        // are the engine's buffers; 3. heads have bounds of their own, and a layer's results are written by its last block.
-        unsafe { finish.kernel.launch_parameters(stream, finish.launch, &mut parameters, false)? };
-        Ok(true)
     }
 
     /// The tensor maps that it reads weights by, if any.

@@ -97,14 +97,9 @@ impl Partition {
 
     /// The layers of a group, and where each leaves its results.
     pub fn pick(&self, layers: &[LayerInput], members: &[usize]) -> (Vec<LayerInput>, Vec<Place>) {
-        (members.iter().map(|&i| canonical(&layers[i])).collect(), self.places_of(members))
-    }
-
-    /// Where these layers leave their results.
-    pub fn places_of(&self, members: &[usize]) -> Vec<Place> {
         let place =
-            |&i: &usize| Place { layer: i as u32, q: self.heads.q(i).start as u32, kv: self.heads.kv(i).start as u32 };
-        members.iter().map(place).collect()
+            |i: usize| Place { layer: i as u32, q: self.heads.q(i).start as u32, kv: self.heads.kv(i).start as u32 };
+        members.iter().map(|&i| (canonical(&layers[i]), place(i))).unzip()
     }
 
     /// Group of a layer, and its place there.
