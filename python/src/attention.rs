@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Sequences,
-    Tensors, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, RowBounds, SavedOperands,
+    Sequences, Tensors, Terms, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -116,7 +116,8 @@ pub struct Forward {
     out: Array,
     lse: Array,
     stats: Option<Array>,
-    saved: Option<[Array; 3]>,
+    /// q, k, v, and for dQ in FP8 the largest P of each row.
+    saved: Option<(Array, Array, Array, Option<Array>)>,
     accumulator: String,
 }
 
@@ -126,10 +127,9 @@ impl Forward {
     }
 
     fn saved(&self) -> Result<Option<SavedOperands>> {
-        let saved = |[q, k, v]: &[Array; 3]| {
-            Ok(SavedOperands { q: view("saved q", q)?, k: view("saved k", k)?, v: view("saved v", v)?, row_max: None })
-        };
-        self.saved.as_ref().map(saved).transpose()
+        let Some((q, k, v, row_max)) = &self.saved else { return Ok(None) };
+        let [q, k, v] = [("saved q", q), ("saved k", k), ("saved v", v)].map(|(name, x)| view(name, x));
+        Ok(Some(SavedOperands { q: q?, k: k?, v: v?, row_max: optional("row_max", row_max)? }))
     }
 
     fn tensors(&self) -> Result<Tensors> {
@@ -170,6 +170,8 @@ pub struct Backward {
     dk: Array,
     dv: Array,
     d_sinks: Option<Array>,
+    /// For dQ in FP8.
+    row_max: Option<Array>,
     deterministic: bool,
     sums_limit: Option<usize>,
 }
@@ -184,7 +186,7 @@ impl Backward {
         let options = BackwardOptions {
             deterministic: self.deterministic,
             sums_limit: self.sums_limit,
-            ..BackwardOptions::default()
+            dq_fp8: self.row_max.is_some(),
         };
         engine.clone().with_options(options)
     }
@@ -201,7 +203,7 @@ impl Backward {
             dq: view("dq", &self.dq)?,
             dk: view("dk", &self.dk)?,
             dv: view("dv", &self.dv)?,
-            bounds: None,
+            bounds: optional("row_max", &self.row_max)?.map(|row_max| RowBounds { row_max, value_norm: None }),
             d_sinks: optional("d_sinks", &self.d_sinks)?,
         })
     }

@@ -158,6 +158,21 @@ def test_a_fixed_order_gives_equal_bits():
     assert all(relative(a, b) < 2e-3 for a, b in zip(first, any_order))
 
 
+@pytest.mark.parametrize(("heads", "d"), [((8, 2), 128), ((4, 4), 64)])
+def test_dq_by_a_product_in_fp8_is_off_by_its_rounding(heads, d):
+    q, k, v = leaves(*tensors(2, 1024, heads, d))
+    direction, row = torch.randn_like(q), rows(heads[1])
+    run = lambda step: torch.autograd.grad(step(q, k, v), (q, k, v), direction)
+    plain = run(lambda q, k, v: fp8.attention(q, k, v, row))
+    step = lambda q, k, v: fp8.attention(q, k, v, row, dq_fp8=True)
+    for ours in (run(step), run(torch.compile(step, fullgraph=True))):
+        assert 5e-3 < relative(ours[0], plain[0]) < 8e-2, relative(ours[0], plain[0])
+        assert all(relative(a, b) < 1e-3 for a, b in zip(ours[1:], plain[1:]))
+    q, k, v = leaves(*tensors(1, 64, (2, 2), 136))
+    with pytest.raises(sigmascale.UnsupportedError, match="dq_fp8 is for heads of at most 128 on a GPU, not 136"):
+        fp8.attention(q, k, v, rows(2), dq_fp8=True)
+
+
 def test_a_captured_step_replays_with_the_descales_of_the_moment():
     q, k, v = leaves(*tensors(length=512))
     row, direction, stream = rows(), torch.randn_like(q), torch.cuda.Stream()

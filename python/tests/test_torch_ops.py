@@ -81,6 +81,18 @@ def test_sums_of_one_sign_are_not_shrunk_where_gradients_are_needed():
     assert torch.equal(out, fp8.attention(*(x.detach() for x in (q, k, v)), row, accumulator="f16"))
 
 
+def test_dq_by_a_product_in_fp8_is_off_by_its_rounding():
+    q, k, v = operands(1, 200, (4, 2), 64)
+    direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    run = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, rows(), **how), (q, k, v), direction)
+    plain, ours = run(), run(dq_fp8=True)
+    assert 1e-2 < error(ours[0], plain[0]) < 4e-2, error(ours[0], plain[0])
+    assert torch.equal(ours[1], plain[1]) and torch.equal(ours[2], plain[2])
+    assert torch.equal(fp8.attention(q, k, v, rows(), dq_fp8=True), fp8.attention(q, k, v, rows()))
+    with pytest.raises(sigmascale.UnsupportedError, match="dq_fp8 is for this package's kernels, and emulated"):
+        fp8.attention(q, k, v, rows(), backend="emulated", dq_fp8=True)
+
+
 def test_bytes_and_two_outputs_are_all_that_is_saved():
     q, k, v = (x.detach().bfloat16().requires_grad_(True) for x in operands())
     kept = []
@@ -92,13 +104,13 @@ def test_bytes_and_two_outputs_are_all_that_is_saved():
     rest = [(torch.bfloat16, shapes[0]), (torch.float32, (2, 4, 33))]
     assert sorted(map(str, kept)) == sorted(map(str, [(torch.uint8, x) for x in shapes] + descales + rest))
     with torch.no_grad():
-        *_, q8, k8, v8 = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, None, *how(), False)
-    assert q8.numel() + k8.numel() + v8.numel() == 0
+        *_, q8, k8, v8, row_max = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, None, *how(), False)
+    assert q8.numel() + k8.numel() + v8.numel() + row_max.numel() == 0
 
 
-def how(causal=True, **terms):
+def how(causal=True, dq_fp8=False, **terms):
     """The operators' arguments behind the words."""
-    return _ops.arguments(_terms.Terms(causal, 0.2, **terms), "auto", "f16")
+    return _ops.arguments(_terms.Terms(causal, 0.2, **terms), "auto", "f16", dq_fp8=dq_fp8)
 
 
 def spans(*rows):
@@ -128,13 +140,13 @@ def made(kind):
     return terms
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "dq in fp8"])
 @pytest.mark.parametrize("words", [False, True])
 def test_the_operators_pass_the_checks_of_pytorch(words, kind):
     q, k, v = operands()
     descales = [x.expand(2, -1) for x in rows()]
     words = torch.zeros(2 * (4 + 2), 4, dtype=torch.int32) if words else None
-    terms = how(**made(kind))
+    terms = how(**made(kind)) if kind in KINDS else how(dq_fp8=True)
     for saves in (True, False):
         given = (q, k, v) if saves else tuple(x.detach() for x in (q, k, v))
         sinks = terms[:1] if saves or terms[0] is None else (terms[0].detach(),)
@@ -298,6 +310,7 @@ def test_operands_in_e4m3_are_taken_as_they_are():
         ("accumulator 256 must be", {"accumulator": 256}),
         ("fallback 'fp32' must be", {"fallback": "fp32"}),
         ("has an accumulator of its own", {"accumulator": "f16", "backend": "fa3"}),
+        ("dq_fp8 is for the accumulator 'f16'", {"accumulator": "fp8-256", "dq_fp8": True}),
     ],
 )
 def test_choices_that_are_none_are_refused(message, options):

@@ -344,6 +344,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    dq_fp8: bool = False,
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -361,6 +362,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    dq_fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def scaled_dot_product_attention(
     query: torch.Tensor,

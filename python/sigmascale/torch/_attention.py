@@ -38,6 +38,7 @@ def attention(
     window=(-1, -1),
     softcap=None,
     sinks=None,
+    dq_fp8=False,
 ):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -55,6 +56,9 @@ def attention(
     ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap *
     tanh(S / softcap)``. ``sinks``: a logit ``(n_q_heads,)`` that joins the row sum of its head, differentiable too. The
     heads of ``v`` may have another dimension than those of ``q`` and ``k``.
+
+    ``dq_fp8``: the backward computes dQ by a product in FP8, for heads of at most 128 on a GPU. A step is about 3 %
+    faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
 
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
@@ -75,7 +79,7 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         return_lse=return_lse,
-        how=How(backend, accumulator, fallback),
+        how=How(backend, accumulator, fallback, bool(dq_fp8)),
     )
     out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
@@ -88,11 +92,14 @@ class How:
     backend: str | None = None
     accumulator: str | None = None
     fallback: str | None = None
+    dq_fp8: bool = False
 
     def __post_init__(self):
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
+        if self.dq_fp8 and given not in (None, "f16"):
+            raise ArgumentError(f"dq_fp8 is for the accumulator 'f16', not {given!r}: leave one of the two out")
         if given is None or given == "f16":
             return
         keys = given[4:] if isinstance(given, str) and given.startswith("fp8-") else ""
@@ -248,7 +255,9 @@ def _call(q, k, v, terms, call, how):
     saves = _saves(q, k, v, terms)
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
     o_descale = descales[3] if len(descales) > 3 else None
-    how = _ops.arguments(terms, call.backend, accumulator, call.layer)
+    # Operands that are E4M3 already have no dQ.
+    dq_fp8 = how.dq_fp8 and saves and q.dtype != E4M3
+    how = _ops.arguments(terms, call.backend, accumulator, call.layer, dq_fp8)
     out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves)
     return out, lse
 
@@ -296,6 +305,9 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         raise ArgumentError(f"backend {backend!r} is not one of {', '.join(_backends.NAMES)}")
     if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
         raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
+    widest = max(q.shape[3], v.shape[3])
+    if how.dq_fp8 and q.is_cuda and widest > 128:
+        raise UnsupportedError(f"dq_fp8 is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer")
     # The descales of a plan alone say where the call would be counted.
     may_be_bf16 = backend == "auto" and layer != _calls.NONE and not plan.remembers
     return _Resolved(descales, words, float(scale), backend, fallback, layer, may_be_bf16)

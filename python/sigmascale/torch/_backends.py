@@ -107,7 +107,7 @@ def _warn_of_emulation(d_head, capability):
     )
 
 
-def backward(grad, operands, descales, out, lse, terms, chosen, accumulator):
+def backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row_max=None):
     """Gradients of q, k and v before their casts, and of the sinks or None, from what the forward of ``chosen`` saved.
 
     An output of FP8 sums of P V is biased, and so would be delta, its product with ``grad``: then output and LSE are
@@ -120,7 +120,7 @@ def backward(grad, operands, descales, out, lse, terms, chosen, accumulator):
         native = backend("native")
         if (chosen.name, accumulator) != ("native", "f16"):
             out, lse, _ = native.forward(*operands, descales, terms, accumulator="f16")
-        return native.backward(grad, operands, descales, out, lse, terms)
+        return native.backward(grad, operands, descales, out, lse, terms, row_max)
     plain = terms.dense and q.shape[3] == v.shape[3]
     if not plain or (terms.causal and q.shape[1] != k.shape[1]):
         # PyTorch's kernels align such a mask to the first key.

@@ -21,11 +21,11 @@ def forward(q, k, v, descales, terms, words, accumulator, save):
     return out.to(torch.bfloat16), lse, operands
 
 
-def backward(grad, operands, descales, out, lse, terms):
+def backward(grad, operands, descales, out, lse, terms, dq_fp8=False):
     """Gradients of q, k and v before their casts, and of the sinks; f32."""
     grads = [torch.empty(x.shape, dtype=torch.float32) for x in operands]
     wide, grad, lse = out.float().contiguous(), grad.float().contiguous(), lse.contiguous()
-    call = {"forward": _call(operands, descales, wide, lse, terms, "f16"), "d_out": grad}
+    call = {"forward": _call(operands, descales, wide, lse, terms, "f16"), "d_out": grad, "dq_fp8": dq_fp8}
     d_sinks = _native.host_backward(call | dict(zip(("dq", "dk", "dv"), grads)))
     return (*grads, torch.tensor(d_sinks) if terms.sinks is not None else None)
 

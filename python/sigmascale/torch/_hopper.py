@@ -8,7 +8,6 @@ from .. import _native
 from . import _cpu
 from ._casts import E4M3
 
-
 # Most bytes of the backward's f32 sums of dQ: calls that have more run in parts, to save memory. None: as the crate decides.
 SUMS = {"sums_limit": None}
 
@@ -37,7 +36,8 @@ class Native:
         given = terms.causal, window, soft_cap, terms.sinks is not None, terms.sequences is not None
         return _offers(q.shape[3], v.shape[3], *given)
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False):
+    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None):
+        """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs none."""
         if q.is_cpu:
             return _cpu.forward(q, k, v, descales, terms, words, accumulator, save)
         q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
@@ -56,16 +56,17 @@ class Native:
             "out": out,
             "lse": lse,
             "stats": None if words is None else words.view(-1),
-            "saved": saved,
+            "saved": saved and (*saved, row_max),
             "accumulator": accumulator,
         }
-        self._run("forward", call, device, _key(terms, q, k, v), accumulator, save)
+        self._run("forward", call, device, _key(terms, q, k, v), accumulator, save, row_max is not None)
         return out, lse, saved or given
 
-    def backward(self, grad, operands, descales, out, lse, terms):
-        """Gradients of q, k and v before their casts, BF16, and of the sinks. ``out`` must be that of the accumulator ``f16``."""
+    def backward(self, grad, operands, descales, out, lse, terms, row_max=None):
+        """Gradients of q, k and v before their casts, BF16, and of the sinks. ``out`` must be that of the accumulator ``f16``.
+        With ``row_max`` of its forward dQ is a product in FP8."""
         if grad.is_cpu:
-            return _cpu.backward(grad, operands, descales, out, lse, terms)
+            return _cpu.backward(grad, operands, descales, out, lse, terms, row_max is not None)
         q, k, v = (_aligned(x) for x in operands)
         device = q.device
         dq, dk, dv = (torch.empty(x.shape, device=device, dtype=torch.bfloat16) for x in operands)
@@ -84,10 +85,11 @@ class Native:
             "dk": dk,
             "dv": dv,
             "d_sinks": d_sinks,
+            "row_max": row_max,
             "deterministic": deterministic,
             **SUMS,
         }
-        self._run("backward", call, device, _key(terms, q, k, v), deterministic, *SUMS.values())
+        self._run("backward", call, device, _key(terms, q, k, v), deterministic, row_max is None, *SUMS.values())
         return dq, dk, dv, d_sinks
 
     def _run(self, direction, call, device, *key):
