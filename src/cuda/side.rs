@@ -3,10 +3,10 @@
 use super::device::Device;
 use super::stream::Stream;
 use crate::error::Result;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// A stream beside each stream that asks for one. A capture draws the side stream in until it ends, so that one capture's is never
-/// another caller's.
+/// Streams beside those that ask for one. Only one caller holds a side stream at a time: a capture draws it in until it ends, and would
+/// take what another thread puts on it.
 #[derive(Debug, Default)]
 pub(crate) struct SideStreams {
     /// Each with the stream that it was given to last.
@@ -14,7 +14,8 @@ pub(crate) struct SideStreams {
 }
 
 impl SideStreams {
-    /// A stream beside `stream`: the same one as before, where it has one. Work is ordered by `Stream::wait_for`, before and after.
+    /// A stream beside `stream`, nobody else's until it is dropped: the same one as before, where that is free. Work is ordered by
+    /// `Stream::wait_for`, before and after.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -23,6 +24,10 @@ impl SideStreams {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = None;
         for (index, (side, last)) in known.iter().enumerate() {
+            // Clones are made under the lock alone.
+            if Arc::strong_count(&side.inner) > 1 {
+                continue;
+            }
             match side.is_capturing()? {
                 busy if busy == capturing && *last == caller => return Ok(side.clone()),
                 false => free = Some(index),
