@@ -145,10 +145,12 @@ impl Parts {
         };
         let fit = fit.max(1);
         let even = |all: usize, most: usize| all.div_ceil(all.div_ceil(most.min(all)));
-        match fit / sizes.n_kv_heads {
+        let part = match fit / sizes.n_kv_heads {
             0 => Self { entries: 1, kv_heads: even(sizes.n_kv_heads, fit) },
             entries => Self { entries: even(sizes.batch, entries), ..whole },
-        }
+        };
+        // Two lanes of parts above half of the call would take more memory than the call.
+        if 2 * part.entries * part.kv_heads > units { whole } else { part }
     }
 
     /// Lanes that the parts take turns in.
@@ -338,6 +340,8 @@ mod tests {
             (sizes(1, 32, 32, 16384), Some(usize::MAX), (1, 32)),
             (sizes(3, 5, 5, 2048), None, (1, 5)),
             (sizes(3, 10, 10, 2048), None, (1, 5)),
+            (sizes(1, 17, 17, 2048), None, (1, 17)),
+            (sizes(1, 18, 18, 2048), None, (1, 9)),
             (sizes(100, 16, 16, 100), None, (12, 16)),
             (sizes(8, 32, 8, 2048), None, (8, 8)),
             (sizes(8, 32, 32, 2048), Some(256 * MIB), (8, 32)),
