@@ -1,5 +1,6 @@
-// Epilogue: what a consumer writes of a work item. Log-sum-exp, telemetry and O; O leaves by 16-byte pieces of rows (8-byte
-// in E4M3), after a transpose in each quad of lanes.
+// Epilogue: what a consumer writes of a work item. Log-sum-exp, telemetry and O; O leaves by rows through shared memory and the
+// copy engine (`store_bulk`), or, where there is no room for them, by 16-byte pieces of rows (8-byte in E4M3) after a transpose
+// in each quad of lanes.
 #pragma once
 #include "attention/quad.cuh"
 #include "attention/consumer.cuh"
