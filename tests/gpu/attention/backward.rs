@@ -373,6 +373,42 @@ pub(super) fn parts_have_the_gradients_of_the_whole_call() {
     }
 }
 
+/// Threads share an engine, and every other one captures its calls: a capture must not take the parts of another thread's call.
+pub(super) fn parts_of_several_threads_are_apart() {
+    let shape = AttentionShape { batch: 6, n_q_heads: 2, n_kv_heads: 2, len_q: 200, len_k: 200, d_head: 64, d_v: 64 };
+    let (call, data) = (AttentionCall::causal(shape), Data::new(&shape, 16));
+    let options = BackwardOptions { deterministic: true, sums_limit: Some(1), ..BackwardOptions::default() };
+    let (engine, plan, d_out) = (engine().with_options(options), data.plan(&call, 1.0), output_gradient(&call, 17));
+    let memories = [0; 4].map(|_| Memory::new(&engine, &call, &data, &plan, &d_out));
+    memories[0].launch(&engine, &stream(), &call, &memories[0].tensors(&call));
+    let want = memories[0].read();
+    std::thread::scope(|scope| {
+        for (index, memory) in memories.iter().enumerate() {
+            let (call, engine) = (&call, &engine);
+            scope.spawn(move || {
+                let (stream, tensors) = (stream(), memory.tensors(call));
+                let launch = |stream: &Stream| {
+                    memory.launch(engine, stream, call, &tensors);
+                    Ok(())
+                };
+                for _ in 0..200 {
+                    if index % 2 == 0 {
+                        launch(&stream).unwrap();
+                        stream.synchronize().unwrap();
+                    } else {
+                        let graph = stream.capture(launch).unwrap();
+                        graph.launch().unwrap();
+                        stream.synchronize().unwrap();
+                    }
+                }
+            });
+        }
+    });
+    for memory in &memories {
+        assert!(memory.read() == want);
+    }
+}
+
 /// dQ of E4M3 codes of dS is the CPU's, whose specification it is, and dK and dV are what they are without.
 pub(super) fn dq_in_fp8_is_the_cpus() {
     let fp8 = engine().with_options(BackwardOptions { dq_fp8: true, ..BackwardOptions::default() });

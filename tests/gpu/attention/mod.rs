@@ -15,7 +15,7 @@ use accumulators::{operands_are_saved_for_a_backward, the_largest_p_of_each_row_
 use backward::{
     a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     dq_in_fp8_is_the_cpus, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
-    parts_have_the_gradients_of_the_whole_call, random_calls_agree_with_the_cpu,
+    parts_have_the_gradients_of_the_whole_call, parts_of_several_threads_are_apart, random_calls_agree_with_the_cpu,
     rows_that_see_nothing_have_zero_gradients,
 };
 use backward_calls::{random_backward_calls, sequences_may_change_between_replays, sequences_out_of_order_end};
@@ -77,6 +77,7 @@ tests![
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     parts_have_the_gradients_of_the_whole_call,
+    parts_of_several_threads_are_apart,
     dq_in_fp8_is_the_cpus,
     random_calls_agree_with_the_cpu,
     random_backward_calls,
