@@ -8,6 +8,9 @@
 //!    head is expanded, dK and dV are added up in registers, in a fixed order.
 //! 3. **Finish.** dQ from f32 sums to BF16.
 //!
+//! A call in parts ([`BackwardOptions::sums_limit`]) does so for each part, in turn on the caller's stream and on a second one, for
+//! which the caller's waits.
+//!
 //! dQ is added up in the order in which blocks arrive, so its last bits differ from run to run; by
 //! [`with_deterministic`](BackwardEngine::with_deterministic) in the order of the keys. dK and dV are the same in every run.
 //!

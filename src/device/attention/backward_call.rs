@@ -21,10 +21,10 @@ pub enum Delta {
 pub struct BackwardOptions {
     /// dQ, too, has the same bits in every run; slower.
     pub deterministic: bool,
-    /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, in
-    /// two lanes that share the limit. `None`: a quarter of the call's where each query head has a KV head of its own, which makes
-    /// the peak memory of a training step that of BF16's, but enough to fill the device; no limit elsewhere. `Some(usize::MAX)`: one
-    /// part. Calls with sequences or sinks are in one part.
+    /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV
+    /// heads, in two lanes that share the limit; a lane has at least those of one KV head. `None`: a quarter of the call's where
+    /// each query head has a KV head of its own, which makes the peak memory of a training step that of BF16's, but enough to
+    /// fill the device; no limit elsewhere. `Some(usize::MAX)`: one part. Calls with sequences or sinks are in one part.
     pub sums_limit: Option<usize>,
     /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`]. For heads of
     /// at most 128; with `deterministic` of more than 64.
