@@ -50,15 +50,15 @@ def test_fp8_gains_with_the_length_in_every_pair():
 def test_bf16_is_taken_below_a_tie_and_up_to_a_loss():
     limit = _measured.limit
     # A loss at 2048 keys: FP8 from 2049 on.
-    for causal, ratio in [(True, "1.04"), (False, "1.03")]:
-        for heads in [(32, 32), (8, 8)]:
-            first, reason = limit(True, *heads, 128, causal)
-            assert first == 2049 and f"{ratio} times BF16's time at 2048 keys" in reason
-    # A tie: FP8 from there on.
     first, reason = limit(False, 32, 32, 64, True)
-    assert first == 2048 and "BF16 is faster below 2048 keys" in reason
+    assert first == 2049 and "1.05 times BF16's time at 2048 keys" in reason
+    # A tie: FP8 from there on.
+    for dim, causal, keys in [(128, True, 4096), (128, False, 2048), (64, True, 2048)]:
+        for heads in [(32, 32), (8, 8)]:
+            first, reason = limit(True, *heads, dim, causal)
+            assert first == keys and f"BF16 is faster below {keys} keys" in reason
     # FP8 was faster at all lengths: shorter ones are not known.
-    for given in [(True, 32, 8, 128, True), (False, 64, 8, 128, True), (False, 64, 8, 128, False), (True, 32, 32, 64, True)]:
+    for given in [(True, 32, 8, 128, True), (False, 64, 8, 128, True), (False, 64, 8, 128, False), (True, 32, 32, 64, False)]:
         assert limit(*given) == (0, "")
     # Nothing was measured.
     for given in [(True, 64, 2, 128, False), (True, 64, 8, 96, True), (False, 32, 8, 128, True)]:
