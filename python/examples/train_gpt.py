@@ -62,6 +62,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * self.d, width, bias=not llama)
         # The plan of FP8 attention, and the process group that shares the sequence.
         self.plan = self.context = None
+        # Whether FP8 attention turns q and k in its cast.
+        self.turns = False
         self.sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
 
     def parts(self, name):
@@ -78,7 +80,7 @@ class Attention(nn.Module):
     def forward(self, x, rotation):
         projected = (self.q(x), self.k(x), self.v(x)) if self.qkv is None else self.qkv(x).split(self.sizes, dim=2)
         q, k, v = (y.unflatten(2, (-1, self.d)) for y in projected)
-        if self.llama:
+        if self.llama and not self.turns:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if self.plan is None:
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
@@ -86,7 +88,8 @@ class Attention(nn.Module):
         elif self.context is not None:
             y = fp8.ring_attention(q, k, v, self.plan, self.context)
         else:
-            y = fp8.attention(q, k, v, self.plan)
+            rope = tuple(table[0, :, 0] for table in rotation) if self.llama and self.turns else None
+            y = fp8.attention(q, k, v, self.plan, rope=rope)
         return self.out(y.flatten(2))
 
 
@@ -187,15 +190,15 @@ class Gpt(nn.Module):
         )
 
 
-def attach(model, policy, group=None, bound=None):
-    """FP8 attention under a policy; None for the control. `bound`: also logit bounds."""
+def attach(model, policy, group=None, bound=None, rope_in_cast=False):
+    """FP8 attention under a policy; None for the control. `bound`: also logit bounds. `rope_in_cast`: its cast turns q and k."""
     if policy == "bf16":
         return None
     # Functions, since weights may be sharded: they are called when they are whole.
     layers = [functools.partial(model.attention_layer, block) for block in model.blocks]
     runtime = fp8.attach(model, policy=policy, layers=layers, group=group, bound=bound)
     for block, plan in zip(model.blocks, runtime.layers):
-        block.attention.plan = plan
+        block.attention.plan, block.attention.turns = plan, rope_in_cast
     return runtime
 
 
@@ -369,7 +372,7 @@ def train(args):
     parameters = sum(p.numel() for p in model.parameters())
     ranks.shard(model, args.load)
     bound = "worst-case" if args.monitor else None
-    runtime = attach(model, args.policy, ranks.maxima(), bound)
+    runtime = attach(model, args.policy, ranks.maxima(), bound, args.rope_in_cast)
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
     decay = [p for p in model.parameters() if p.dim() == 2]
@@ -398,7 +401,7 @@ def train(args):
         profile.step(step)
         if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
-            runtime = attach(model, args.policy, ranks.maxima(), bound)
+            runtime = attach(model, args.policy, ranks.maxima(), bound, args.rope_in_cast)
             if state:
                 runtime.load_state_dict(state)
             watched.begin(runtime, optimizer, step)
@@ -493,6 +496,7 @@ def main():
     parser.add_argument("--text", metavar="DIR", help="folder of text to train on")
     parser.add_argument("--policy", default="geometry", choices=["bf16", *fp8.POLICIES])
     parser.add_argument("--attention", default="fp8", choices=["fp8", "bf16"], help="bf16: as --policy bf16")
+    parser.add_argument("--rope-in-cast", action="store_true", help="FP8 attention turns q and k (llama), in its cast")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--style", default="llama", choices=["llama", "gpt2"])
     parser.add_argument("--size", default="5m", choices=list(SIZES))

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, RowBounds, SavedOperands,
-    Sequences, Tensors, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, Rope, RowBounds,
+    SavedOperands, Sequences, Tensors, Terms, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -119,6 +119,8 @@ pub struct Forward {
     /// q, k, v, and for dQ in FP8 the largest P of each row.
     saved: Option<(Array, Array, Array, Option<Array>)>,
     accumulator: String,
+    /// Cosines, sines, and whether pairs are neighbours: the cast turns q and k.
+    rope: Option<(Array, Array, bool)>,
 }
 
 impl Forward {
@@ -132,6 +134,12 @@ impl Forward {
         Ok(Some(SavedOperands { q: q?, k: k?, v: v?, row_max: optional("row_max", row_max)? }))
     }
 
+    fn rope(&self) -> Result<Option<Rope>> {
+        let Some((cosine, sine, interleaved)) = &self.rope else { return Ok(None) };
+        let (cosine, sine) = (view("RoPE cosines", cosine)?, view("RoPE sines", sine)?);
+        Ok(Some(Rope { cosine, sine, positions: None, interleaved: *interleaved }))
+    }
+
     fn tensors(&self) -> Result<Tensors> {
         Ok(Tensors {
             q: view("q", &self.q)?,
@@ -140,7 +148,7 @@ impl Forward {
             descales: descales(&self.descales)?,
             accumulator: self.accumulator()?,
             saved: self.saved()?,
-            rope: None,
+            rope: self.rope()?,
             out: view("out", &self.out)?,
             lse: Some(view("lse", &self.lse)?),
             // PyTorch has no unsigned words to add to.

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import sigmascale
 import sigmascale.torch as fp8
-from sigmascale.torch import _casts, _ops, _terms
+from sigmascale.torch import _casts, _ops, _rope, _terms
 
 OP = torch.ops.sigmascale.attention.default
 
@@ -171,6 +171,30 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding(heads, d):
     q, k, v = leaves(*tensors(1, 64, (2, 2), 136))
     with pytest.raises(sigmascale.UnsupportedError, match="dq_fp8 is for heads of at most 128 on a GPU, not 136"):
         fp8.attention(q, k, v, rows(2), dq_fp8=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("length", "keys", "rotary"), [(333, 333, 128), (70, 333, 128), (333, 333, 64)])
+def test_the_cast_turns_q_and_k(length, keys, rotary, interleaved, monkeypatch):
+    """As PyTorch does in front of it, up to the rounding to BF16 that it saves."""
+    _, k, v = tensors(length=keys, heads=(8, 2), d=128, seed=1)
+    q, *_ = tensors(length=length, heads=(8, 2), d=128)
+    angles = torch.arange(400, device="cuda")[:, None] * 100.0 ** (-torch.arange(0, rotary, 2, device="cuda") / rotary)
+    rope = fp8.Rope(angles.cos(), angles.sin(), interleaved)
+    direction = tensors(length=length, heads=(8, 2), d=128, seed=2)[0]
+    asked = []
+    monkeypatch.setattr(_rope, "turned", lambda *given: asked.append(given))
+    q, k, v = leaves(q, k, v)
+    out = fp8.attention(q, k, v, rows(), rope=rope)
+    ours = out.detach(), *torch.autograd.grad(out, (q, k, v), direction)
+    inference = fp8.attention(q.detach(), k.detach(), v.detach(), rows(), rope=rope)
+    assert not asked and relative(inference, ours[0]) < 0.06
+    monkeypatch.undo()
+    turned = _rope.turned(rope, q, k)
+    want = fp8.attention(*turned, v, rows())
+    theirs = want.detach(), *torch.autograd.grad(want, (q, k, v), direction)
+    for a, b in zip(ours, theirs):
+        assert relative(a, b) < 0.03
 
 
 def test_a_captured_step_replays_with_the_descales_of_the_moment():

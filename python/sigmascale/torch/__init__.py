@@ -33,6 +33,7 @@ from ._paged import value_pages
 from ._patched import patched
 from ._plan import LayerPlan
 from ._policies import POLICIES
+from ._rope import Rope
 from ._runtime import Runtime
 from ._state import merge_states
 
@@ -42,6 +43,7 @@ __all__ = [
     "Layer",
     "LayerPlan",
     "Monitor",
+    "Rope",
     "Runtime",
     "TrainerMonitor",
     "attach",

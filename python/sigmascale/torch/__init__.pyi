@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -18,6 +19,7 @@ __all__ = [
     "Layer",
     "LayerPlan",
     "Monitor",
+    "Rope",
     "Runtime",
     "TrainerMonitor",
     "attach",
@@ -328,6 +330,11 @@ def ulysses_attention(
     softmax_scale: float | None = None,
     kernels: _Kernels | None = None,
 ) -> torch.Tensor: ...
+@dataclass(frozen=True)
+class Rope:
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    interleaved: bool = False
 @overload
 def attention(
     q: torch.Tensor,
@@ -345,6 +352,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dq_fp8: bool = False,
+    rope: Rope | tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -363,6 +371,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dq_fp8: bool = False,
+    rope: Rope | tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def scaled_dot_product_attention(
     query: torch.Tensor,

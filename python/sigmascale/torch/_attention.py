@@ -13,7 +13,7 @@ import torch
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _measured, _ops
+from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope
 from ._casts import E4M3, dequantised
 from ._plan import LayerPlan
 from ._terms import Terms
@@ -39,6 +39,7 @@ def attention(
     softcap=None,
     sinks=None,
     dq_fp8=False,
+    rope=None,
 ):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -57,6 +58,10 @@ def attention(
     tanh(S / softcap)``. ``sinks``: a logit ``(n_q_heads,)`` that joins the row sum of its head, differentiable too. The
     heads of ``v`` may have another dimension than those of ``q`` and ``k``.
 
+    ``rope``: ``(cosines, sines)`` or a :class:`Rope` by which q and k are rotated first. On a GPU this package's kernels
+    do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
+    where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
+
     ``dq_fp8``: the backward computes dQ by a product in FP8, for heads of at most 128 on a GPU. A step is about 3 %
     faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
 
@@ -64,9 +69,9 @@ def attention(
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
     that do not fit, :class:`UnsupportedError` for what the backend does not offer.
 
-    ``q`` is what the model multiplies with ``k``: rotated, normalised, and with its factor where queries grow with the
-    position (Llama 4, Ministral 3), which Hugging Face's modules apply ahead of their attention call. Such layers take
-    as many keys as the config has positions.
+    ``q`` is what the model multiplies with ``k``: rotated (or to be, with ``rope``), normalised, and with its factor
+    where queries grow with the position (Llama 4, Ministral 3), which Hugging Face's modules apply ahead of their
+    attention call. Such layers take as many keys as the config has positions.
     """
     out, lse = attend(
         q,
@@ -79,6 +84,7 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         return_lse=return_lse,
+        rope=rope,
         how=How(backend, accumulator, fallback, bool(dq_fp8)),
     )
     out = out.to(torch.bfloat16)
@@ -141,6 +147,7 @@ def attend(
     sinks=None,
     dropout=0.0,
     return_lse=False,
+    rope=None,
     how=How(),
 ):
     """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's
@@ -166,12 +173,18 @@ def attend(
             calls = [dataclasses.replace(terms, **changed(*each)) for each in found]
     if reason is None:
         reason = _refusal(q, v, calls[0], call)
+    if rope is not None:
+        rope = _rope.checked(rope, q, k)
+        if reason is not None or not _turns_in_cast(q, k, v, terms, call):
+            (q, k), rope = _rope.turned(rope, q, k), None
     refused = reason is not None
     # PyTorch's own gives a log-sum-exp by a slow way alone.
     if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _slower(q, k, v, calls[0])
+        if reason is not None and rope is not None:
+            (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
-        parts = [_call(q, k, v, each, call, how) for each in calls]
+        parts = [_call(q, k, v, each, call, how, rope) for each in calls]
         if len(parts) == 1:
             return parts[0]
         # Calls of one mask share no rows, and those of the others are zero.
@@ -249,8 +262,15 @@ def _saves(q, k, v, terms):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
 
 
-def _call(q, k, v, terms, call, how):
-    """One call of the operator."""
+def _turns_in_cast(q, k, v, terms, call):
+    """Whether the kernels' cast can turn q and k: nobody else sees them before."""
+    if not q.is_cuda or call.descales is None or _calls.observed(call.layer) or not _ops.plain(q, k, v):
+        return False
+    return _backends.choose(call.backend, q, v, terms).name == "native"
+
+
+def _call(q, k, v, terms, call, how, rope=None):
+    """One call of the operator. ``rope``: the cast turns q and k."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
     saves = _saves(q, k, v, terms)
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
@@ -258,7 +278,9 @@ def _call(q, k, v, terms, call, how):
     # Operands that are E4M3 already have no dQ.
     dq_fp8 = how.dq_fp8 and saves and q.dtype != E4M3
     how = _ops.arguments(terms, call.backend, accumulator, call.layer, dq_fp8)
-    out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves)
+    if rope is not None and saves:
+        q, k = _rope.turned_back(rope, q, k)
+    out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves, rope=rope)
     return out, lse
 
 

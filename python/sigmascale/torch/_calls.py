@@ -77,6 +77,11 @@ def saw(layer, *call):
             observer(*call)
 
 
+def observed(layer):
+    """Whether somebody looks at the layer's calls."""
+    return bool(_OBSERVERS.get(layer))
+
+
 def saw_backward(lse, *call):
     """Tells who waits for this backward."""
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None

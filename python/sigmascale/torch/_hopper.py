@@ -36,8 +36,9 @@ class Native:
         given = terms.causal, window, soft_cap, terms.sinks is not None, terms.sequences is not None
         return _offers(q.shape[3], v.shape[3], *given)
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None):
-        """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs none."""
+    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None, rope=None):
+        """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs none. ``rope``: the cast
+        turns q and k; on a GPU."""
         if q.is_cpu:
             return _cpu.forward(q, k, v, descales, terms, words, accumulator, save)
         q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
@@ -58,6 +59,7 @@ class Native:
             "stats": None if words is None else words.view(-1),
             "saved": saved and (*saved, row_max),
             "accumulator": accumulator,
+            "rope": rope and (rope.cosine, rope.sine, rope.interleaved),
         }
         self._run("forward", call, device, _key(terms, q, k, v), accumulator, save, row_max is not None)
         return out, lse, saved or given

@@ -66,7 +66,7 @@ def _of_backend(chosen, descales):
     return tuple(d.amax().expand_as(d) for d in descales) if chosen.per_tensor else descales
 
 
-def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
+def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, rope=None):
     *terms, backend, accumulator, dq_fp8, layer, save = how
     _distributed.refuse_context_parallel()
     terms = _terms(*terms)
@@ -75,6 +75,8 @@ def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
         raise UnsupportedError(f"dq_fp8 is for this package's kernels, and {chosen.name} takes this call: leave it out")
     row_max = _row_max(q, dq_fp8 and save)
     kept = {"row_max": row_max} if row_max.numel() else {}
+    if rope is not None:
+        kept["rope"] = rope
     given = (q_descale, k_descale, v_descale) + (() if o_descale is None else (o_descale,))
     with _in_full(chosen, q.device):
         descales = _of_backend(chosen, given)
@@ -123,9 +125,9 @@ class _Differentiable(torch.autograd.Function):
     """``rest``: the arguments behind v, among which the sinks stand again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, rest, direct):
+    def forward(ctx, q, k, v, sinks, rest, direct, rope):
         if direct:
-            result = _forward(q, k, v, *rest)
+            result = _forward(q, k, v, *rest, rope=rope)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 result = attention(q, k, v, *rest)
@@ -144,7 +146,7 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *_):
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         # Read once: checkpoints compute them again each time.
         saved = ctx.saved_tensors
         if not saved:
@@ -153,13 +155,13 @@ class _Differentiable(torch.autograd.Function):
         *grads, d_sinks = run(grad, *saved, *ctx.how)
         sinks = saved[9]
         d_sinks = None if sinks is None else d_sinks.to(sinks.dtype)
-        return (*(g.to(t) for g, t in zip(grads, ctx.types)), d_sinks, None, None)
+        return (*(g.to(t) for g, t in zip(grads, ctx.types)), d_sinks, None, None, None)
 
 
 def _differentiable(q, k, v, *rest):
     tensors = q, k, v, rest[_SINKS]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Differentiable.apply(*tensors, rest, False)
+        return _Differentiable.apply(*tensors, rest, False, None)
     with torch._C._AutoDispatchBelowAutograd():
         return attention(q, k, v, *rest)
 
@@ -174,14 +176,15 @@ def plain(*tensors):
     )
 
 
-def run(q, k, v, *rest):
-    """The operator ``attention``, without PyTorch's dispatcher where nobody looks on: that costs more than the call."""
+def run(q, k, v, *rest, rope=None):
+    """The operator ``attention``, without PyTorch's dispatcher where nobody looks on: that costs more than the call.
+    ``rope`` is for such calls of this package's kernels."""
     if not plain(q, k, v):
         return attention(q, k, v, *rest)
     sinks = rest[_SINKS]
     if rest[-1]:
-        return _Differentiable.apply(q, k, v, sinks, rest, True)
-    return _forward(q, k, v, *rest)
+        return _Differentiable.apply(q, k, v, sinks, rest, True, rope)
+    return _forward(q, k, v, *rest, rope=rope)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
