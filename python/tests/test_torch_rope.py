@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _rope  # noqa: E402
+from sigmascale.torch import _attention, _hopper, _rope  # noqa: E402
 
 ROWS = [torch.full((2,), 0.02 * (1 + i)) for i in range(3)]
 
@@ -65,6 +65,27 @@ def test_gradients_are_turned_back():
     want = torch.autograd.grad(_rope.turned(rope, q, k), (q, k), grads)
     for have, want, grad in zip(back, want, grads):
         assert torch.allclose(have, want, atol=1e-5) and not torch.allclose(have, grad, atol=1e-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_cast_that_turns_is_given_the_tables(interleaved, monkeypatch):
+    """As on a GPU: the backend gets q, k and the tables, and autograd the gradients of turned operands."""
+    original, given = _hopper.Native.forward, []
+
+    def forward(self, q, k, v, *rest, rope=None, **kept):
+        given.append(rope)
+        return original(self, *_rope.turned(rope, q, k), v, *rest, **kept)
+
+    q, k, v = operands(5)
+    rope = fp8.Rope(*tables(), interleaved)
+    want = fp8.attention(q, k, v, ROWS, rope=rope)
+    monkeypatch.setattr(_attention, "_turns_in_cast", lambda *call: True)
+    monkeypatch.setattr(_hopper.Native, "forward", forward)
+    have = fp8.attention(q, k, v, ROWS, rope=rope, backend="native")
+    assert len(given) == 1 and given[0].interleaved == interleaved and torch.equal(have, want)
+    grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in (have, want)]
+    for a, b in zip(*grads):
+        assert (a - b).norm() < 1e-2 * b.norm()
 
 
 def test_compiled_calls_turn_them_too():
