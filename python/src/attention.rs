@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, Rope, RowBounds,
-    SavedOperands, Sequences, Tensors, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, Rope, RowBounds, SavedOperands,
+    Sequences, Tensors, Terms, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
