@@ -147,7 +147,8 @@ impl Head {
                 format!("the largest logit is {logit:.1}, above the limit of {limit}")
             });
             if let Some(bound) = bound.filter(|bound| bound.is_finite()) {
-                let limit = bound * (1.0 + 1e-6);
+                // Above the bound: a head of zeros has a largest logit of 0, and that bound.
+                let limit = (bound + 1e-6 * bound.abs()).next_up();
                 gate(AlarmKind::BoundExceeded, logit, limit, logit <= bound, 1, &|| {
                     format!(
                         "the largest logit {logit:.3} exceeds its certified bound {bound:.3}: the bound is of other \

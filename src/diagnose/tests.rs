@@ -278,6 +278,19 @@ fn any_record() -> impl Strategy<Value = Record> {
     prop_oneof![step, layer]
 }
 
+/// A head whose weights are zero keeps its bound, and one that reaches its bound, too.
+#[test]
+fn a_logit_at_its_bound_does_not_exceed_it() {
+    for (bound, logit, raised) in [(0.0, 0.0, false), (0.0, 1e-9, true), (30.0, 30.0, false), (30.0, 30.1, true)] {
+        let layer =
+            |_| LayerRecord { bound: vec![bound; HEADS], logit_max: vec![logit; HEADS], ..LayerRecord::default() };
+        let mut watch = Alarms::new(run(), Options { hold: 1, ..Options::default() }).unwrap();
+        let records = record(50, calm_step, layer);
+        let events: Vec<_> = records.iter().flat_map(|record| watch.observe(record).unwrap()).collect();
+        assert_eq!(events.len(), if raised { HEADS } else { 0 }, "{bound} {logit}: {events:?}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
