@@ -1,4 +1,4 @@
-"""The typed stubs name what is there, with the parameters that it takes."""
+"""Types: the sources name those of everything public, and the stub of the native half names what is there."""
 
 import ast
 import importlib
@@ -7,32 +7,54 @@ import pathlib
 
 import pytest
 
+import sigmascale
+from sigmascale import _native
 
-@pytest.mark.parametrize("name", ["sigmascale", "sigmascale._native", "sigmascale.rl", "sigmascale.torch"])
-def test_stubs_agree_with_the_package(name):
-    if name.endswith("torch"):
-        pytest.importorskip("torch")
-    module = importlib.import_module(name)
-    file = pathlib.Path(importlib.import_module("sigmascale").__file__).parent
-    single = name.endswith(("_native", ".rl"))
-    file = file / f"{name.split('.')[1]}.pyi" if single else file.joinpath(*name.split(".")[1:], "__init__.pyi")
-    tree = ast.parse(file.read_text())
+
+def test_the_native_stub_agrees_with_the_module():
+    tree = ast.parse(pathlib.Path(sigmascale.__file__).with_name("_native.pyi").read_text())
     declared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    public = {key for key in getattr(module, "__all__", declared) if inspect.isroutine(getattr(module, key))}
-    assert public <= declared.keys()
-    # What begins with an underscore is the stubs' own.
-    for key, node in {key: node for key, node in declared.items() if not key.startswith("_")}.items():
-        assert hasattr(module, key), key
+    assert {key for key, value in vars(_native).items() if inspect.isroutine(value)} <= declared.keys()
+    for key, node in declared.items():
+        assert hasattr(_native, key), key
         if isinstance(node, ast.FunctionDef):
-            given = list(inspect.signature(getattr(module, key)).parameters.values())
-            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            if not any(p.kind is p.VAR_KEYWORD for p in given):
-                assert names == [p.name for p in given], key
-        elif not issubclass(getattr(module, key), dict):
-            own = {name for name, value in vars(getattr(module, key)).items() if inspect.isroutine(value)}
+            given = [p.name for p in inspect.signature(getattr(_native, key)).parameters.values()]
+            assert [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)] == given, key
+        else:
+            own = {name for name, value in vars(getattr(_native, key)).items() if inspect.isroutine(value)}
             told = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-            # What the Trainer calls is no user's to call.
-            assert {name for name in own if not name.startswith(("_", "on_"))} <= told, key
+            assert {name for name in own if not name.startswith("_")} <= told, key
+
+
+def untyped(function):
+    """Parameters that have no annotation, and ``return`` where the result has none."""
+    signature = inspect.signature(function)
+    given = {name: p.annotation for name, p in signature.parameters.items() if name not in ("self", "cls")}
+    return [name for name, kind in (given | {"return": signature.return_annotation}).items() if kind is signature.empty]
+
+
+def functions(kind):
+    """Names and functions of the public methods and properties that a class itself has in its source."""
+    source = importlib.import_module(kind.__module__).__file__
+    for name, value in vars(kind).items():
+        for part in (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),):
+            # What a dataclass makes has no source.
+            if not inspect.isfunction(part) or inspect.unwrap(part).__code__.co_filename != source:
+                continue
+            if not name.startswith("_") or name.startswith("__"):
+                yield f"{kind.__name__}.{name}", part
+
+
+@pytest.mark.parametrize("name", ["sigmascale", "sigmascale.rl"])
+def test_everything_public_has_types_in_its_source(name):
+    module = importlib.import_module(name)
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name]
+    found = []
+    for key in getattr(module, "__all__", [key for key in own if not key.startswith("_")]):
+        value = getattr(module, key)
+        found += functions(value) if inspect.isclass(value) else [(key, value)] if callable(value) else []
+    assert found
+    assert {key: missing for key, value in found if (missing := untyped(value))} == {}
 
 
 USE = """
@@ -54,6 +76,9 @@ WRONG = [
     'sigmascale.probe("call")',
     "sigmascale.export_scales('x')",
     'sigmascale.export("x", "y", "tgi")',
+    'sigmascale.diagnose("x", limit=3)',
+    "sigmascale.rl.must_flush({})",
+    "sigmascale.nothing",
 ]
 
 
