@@ -45,7 +45,9 @@ def functions(kind):
                 yield f"{kind.__name__}.{name}", part
 
 
-@pytest.mark.parametrize("name", ["sigmascale", "sigmascale.rl", "sigmascale.torch.megatron", "sigmascale.torch.te"])
+@pytest.mark.parametrize(
+    "name", ["sigmascale", "sigmascale.rl", "sigmascale.torch", "sigmascale.torch.megatron", "sigmascale.torch.te"]
+)
 def test_everything_public_has_types_in_its_source(name):
     if "torch" in name:
         pytest.importorskip("torch")
@@ -57,6 +59,12 @@ def test_everything_public_has_types_in_its_source(name):
         found += functions(value) if inspect.isclass(value) else [(key, value)] if callable(value) else []
     assert found
     assert {key: missing for key, value in found if (missing := untyped(value))} == {}
+
+
+def test_the_stub_of_the_native_half_is_the_only_one():
+    folder = pathlib.Path(sigmascale.__file__).parent
+    assert [file.name for file in folder.rglob("*.pyi")] == ["_native.pyi"]
+    assert (folder / "py.typed").exists()
 
 
 USE = """

@@ -5,12 +5,13 @@ from typing import Any, Literal
 
 import torch
 
+from .. import _types
 from .._parameters import AutoC, DelayedPaper, DelayedTe
-from .._types import Policy as PolicyName
 from ._layers import Layer
 from ._plan import LayerPlan
 from ._rope import Rope
 
+PolicyName = _types.Policy
 # A policy by its name, or with parameters.
 Policy = PolicyName | AutoC | DelayedPaper | DelayedTe
 Bound = Literal["worst-case", "certain"]
