@@ -67,8 +67,11 @@ def test_the_stub_of_the_native_half_is_the_only_one():
     assert (folder / "py.typed").exists()
 
 
+# PyTorch need not be installed: its objects are of any type here.
 USE = """
+from typing import Any
 import sigmascale
+from sigmascale.torch import Guard, Layer, Monitor, Rope, TrainerMonitor, megatron, te
 c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
 rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
 run = sigmascale.stress("refit", "x", policies=["geometry", sigmascale.AutoC(burn_in=3), sigmascale.DelayedTe(margin=1)])
@@ -76,6 +79,21 @@ made = sigmascale.export("x", "y", "vllm", per_head=True)["safe"], sigmascale.ve
 for name, tensor in sigmascale.ScaleStream({"model_type": "llama"}).through([("x", 1)]):
     ok: bool = sigmascale.rl.must_flush({}, {})
 ok = sigmascale.probe(lambda *operands: operands[0], framework="numpy").ok
+x: Any = None
+runtime = sigmascale.torch.attach(x, sigmascale.AutoC(), bound="worst-case", telemetry=4)
+plan = runtime.plan_of(x)
+out = sigmascale.torch.attention(x, x, x, plan, window=(8, 0)), sigmascale.torch.ring_attention(x, x, x, plan, None)
+pair: tuple[Any, Any] = sigmascale.torch.attention(x, x, x, [x, x, x], return_lse=True, rope=(plan.q_descale, x))
+out = sigmascale.torch.flash_attn_func(x, x, x, plan=plan, causal=True)
+heads: int = Layer(x, x, x, 4, 2, norm="layer").n_q_heads + sigmascale.torch.find_layers(x)[0].d_head
+with Monitor(runtime) as monitor, sigmascale.torch.patched(runtime) as same:
+    monitor.step(loss=1.0, lr=x)
+    ok = Guard(same, x, monitor=monitor).step(1.0)
+state = sigmascale.torch.merge_states([runtime.state_dict()])
+runtime.telemetry = "off"
+runtime.after_refresh.append(lambda runtime: te.Scales(runtime).update(runtime))
+chunk = megatron.attach(x, "current", backend="native"), megatron.CoreAttention("causal"), TrainerMonitor(runtime)
+word: str = sigmascale.torch.register(padding="right") + sigmascale.torch.POLICIES[0]
 """
 WRONG = [
     'sigmascale.calibrate("x", bound="safe")',
@@ -89,6 +107,21 @@ WRONG = [
     'sigmascale.diagnose("x", limit=3)',
     "sigmascale.rl.must_flush({})",
     "sigmascale.nothing",
+    'sigmascale.torch.attach(x, "best")',
+    'sigmascale.torch.attach(x, backend="cuda")',
+    "sigmascale.torch.attention(x, x, x)",
+    "heads = sigmascale.torch.attention(x, x, x, plan, return_lse=True)",
+    'Layer(x, x, x, 4, 2, norm="batch")',
+    "Rope(x)",
+    'runtime.telemetry = "some"',
+    "runtime.stop()",
+    "plan.missing",
+    'sigmascale.torch.register(padding="left")',
+    'sigmascale.torch.value_pages("a", 1, 1, 1)',
+    "sigmascale.torch.flash_attn_func(x, x, x)",
+    "sigmascale.torch.nothing",
+    "te.recipe(runtime)",
+    "Monitor()",
 ]
 
 
