@@ -31,9 +31,7 @@ def thresholds(given):
     return json.dumps({name: known[name](name, value) for name, value in given.items()})
 
 
-def diagnose(
-    run: Path | Iterable[Path], *, lr: float | None = None, **options: Unpack[Thresholds]
-) -> Diagnosis:
+def diagnose(run: Path | Iterable[Path], *, lr: float | None = None, **options: Unpack[Thresholds]) -> Diagnosis:
     """The head of a training run that goes wrong first, and what to do: the JSON of ``sigmascale diagnose`` as a dict.
 
     ``run`` is the record that :class:`sigmascale.torch.Monitor` writes, or an iterable of two or more checkpoints of

@@ -34,9 +34,9 @@ def untyped(function):
 
 
 def functions(kind):
-    """Names and functions of the public methods and properties that a class itself has in its source."""
+    """Names and functions of the methods and properties that a class has in its source, but for private ones."""
     source = importlib.import_module(kind.__module__).__file__
-    for name, value in vars(kind).items():
+    for name, value in [pair for base in kind.__mro__ for pair in vars(base).items()]:
         for part in (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),):
             # What a dataclass makes has no source.
             if not inspect.isfunction(part) or inspect.unwrap(part).__code__.co_filename != source:

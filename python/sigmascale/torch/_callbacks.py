@@ -56,9 +56,7 @@ class TrainerMonitor:
         if self._refresh:
             self._runtime.refresh()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """Takes what the Trainer tells of the step."""
         if self._pending is not None and logs:
             known = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
