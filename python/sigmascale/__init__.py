@@ -10,6 +10,7 @@ Results: :class:`Profile`, :class:`Inspection`, :class:`StressRun`, :class:`Expo
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from ._diagnose import diagnose
 from ._errors import (
@@ -27,6 +28,10 @@ from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
 from ._results import Audit, Diagnosis, Export, Inspection, Profile, StressRun
 from ._serving import ScaleStream, export, verify
+
+if TYPE_CHECKING:
+    from . import rl as rl
+    from . import torch as torch
 
 __all__ = [
     "ArgumentError",
@@ -62,7 +67,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    if name in ("rl", "torch"):
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # Or every name would be an attribute.
+
+    def __getattr__(name):
+        if name in ("rl", "torch"):
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,22 @@
 """The diagnosis of a training run."""
 
+from __future__ import annotations
+
 import json
 import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from . import _native
 from ._arguments import count, optional, real
 from ._errors import ArgumentError
 from ._offline import _path
 from ._results import Diagnosis
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._hints import Path, Thresholds
 
 _WHOLE = ("window", "hold", "loss_scale")
 _REAL = ("logit_limit", "growth", "repeated", "bias", "false_alarms", "entropy", "saturated", "skipped", "loss")
@@ -22,7 +31,7 @@ def thresholds(given):
     return json.dumps({name: known[name](name, value) for name, value in given.items()})
 
 
-def diagnose(run, *, lr=None, **options):
+def diagnose(run: Path | Iterable[Path], *, lr: float | None = None, **options: Unpack[Thresholds]) -> Diagnosis:
     """The head of a training run that goes wrong first, and what to do: the JSON of ``sigmascale diagnose`` as a dict.
 
     ``run`` is the record that :class:`sigmascale.torch.Monitor` writes, or an iterable of two or more checkpoints of

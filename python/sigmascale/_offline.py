@@ -1,16 +1,25 @@
 """Calibrate, inspect, stress and export, as the command line does them."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from . import _native
 from ._arguments import count, flag, optional, real, text, whole
 from ._errors import ArgumentError
-from ._parameters import named
+from ._parameters import AutoC, DelayedPaper, DelayedTe, named
 from ._results import Inspection, Profile, StressRun
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+    from ._hints import Calibration, Model, Path, Weights
 
 # The types that safetensors files hold; those of tensors that are not read do not matter.
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
@@ -113,7 +122,7 @@ def _source(model, weights):
         return config.read(), held, path
 
 
-def calibrate(model, *, weights=None, **options):
+def calibrate(model: Model, *, weights: Weights = None, **options: Unpack[Calibration]) -> Profile:
     """Compute the scales of a model: norms, bounds and descales. Returns the JSON of ``sigmascale calibrate`` as a dict.
 
     ``model`` is a preset name, a ``config.json``, a ``.safetensors`` file, a checkpoint folder, or a config as a dict or
@@ -134,7 +143,7 @@ def calibrate(model, *, weights=None, **options):
     return Profile(json.loads(_native.calibrate(_source(model, weights), _options(options))))
 
 
-def inspect(model, *, weights=None):
+def inspect(model: Model, *, weights: Weights = None) -> Inspection:
     """Compute the spectral profile of every layer and head. Returns the JSON of ``sigmascale inspect`` as a dict.
 
     ``model`` and ``weights`` as for :func:`calibrate`; a config without weights is an :class:`ArgumentError`.
@@ -142,7 +151,7 @@ def inspect(model, *, weights=None):
     return Inspection._of(_native.inspect(_source(model, weights)))
 
 
-def export_scales(model, file, *, weights=None, **options):
+def export_scales(model: Model, file: Path, *, weights: Weights = None, **options: Unpack[Calibration]) -> None:
     """Write a safetensors file of scales, ``<attention module>.{q,k,v}_scale``, f32 scalars: the one that :func:`export` writes for vLLM.
 
     Each is the largest descale of the layer's heads, rounded up to BF16. Engines read it only where the index and the config say so, as
@@ -152,20 +161,20 @@ def export_scales(model, file, *, weights=None, **options):
 
 
 def stress(
-    scenario,
-    model=None,
+    scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay"],
+    model: Path | None = None,
     *,
-    mode="logit",
-    policies=None,
-    layers=None,
-    seq_len=None,
-    tokens=None,
-    path=(),
-    steps=None,
-    seed=0,
-    device="cpu",
-    trace=None,
-):
+    mode: Literal["logit", "operands"] = "logit",
+    policies: str | AutoC | DelayedPaper | DelayedTe | Iterable[str | AutoC | DelayedPaper | DelayedTe] | None = None,
+    layers: int | None = None,
+    seq_len: int | None = None,
+    tokens: Path | None = None,
+    path: Path | Iterable[Path] = (),
+    steps: int | None = None,
+    seed: int = 0,
+    device: Literal["cpu", "cuda"] = "cpu",
+    trace: Path | None = None,
+) -> StressRun:
     """Run scaling policies side by side through a change of the weights. Returns the JSON of ``sigmascale stress`` as a dict.
 
     ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model). ``tokens``
@@ -202,7 +211,7 @@ def stress(
     return StressRun._of(_native.stress(text("scenario", scenario), arguments))
 
 
-def descales(profile):
+def descales(profile: Mapping[str, Any]) -> dict[str, NDArray[np.float32] | None]:
     """Return the descales of a profile as float32 arrays: q, k, v, o ``(layers, n_kv)`` and logit ``(layers, n_q)``.
 
     ``profile`` is what :func:`calibrate` returned. Divide a tensor by its descale before the cast; the kernel multiplies
@@ -240,6 +249,6 @@ def _rows(values):
     return rows
 
 
-def presets():
+def presets() -> list[str]:
     """Names of the models whose configs are built in."""
     return _native.presets()

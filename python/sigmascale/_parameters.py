@@ -1,7 +1,10 @@
 """Policies with their parameters, and what the failure probability of ``geometry-c-star`` counts."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
+from typing import Any, Literal
 
 from ._arguments import count, one_of, positive, probability, share, whole
 from ._errors import ArgumentError
@@ -10,13 +13,13 @@ from ._errors import ArgumentError
 class _Checked:
     """Fields as plain numbers, each by its own check; ranges that depend on more are the native half's."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = field.metadata["check"](field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
 
-def _field(default, check):
+def _field(default: Any, check: Any) -> Any:
     return dataclasses.field(default=default, metadata={"check": check})
 
 
@@ -50,7 +53,7 @@ class AutoC(_Checked):
     burn_in: int = _field(100, count)
     quantile: float = _field(0.9999, share)
     kappa: float = _field(1.5, _factor)
-    pooling: str = _field("layer", one_of("model", "layer", "head"))
+    pooling: Literal["model", "layer", "head"] = _field("layer", one_of("model", "layer", "head"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class DelayedTe(_Checked):
     ``algorithm="most-recent"`` the last one, is mapped onto 448 / 2^``margin``."""
 
     history: int = _field(1024, count)
-    algorithm: str = _field("max", one_of("max", "most-recent"))
+    algorithm: Literal["max", "most-recent"] = _field("max", one_of("max", "most-recent"))
     margin: int = _field(0, lambda name, value: whole(name, value, least=-32, most=32))
 
 

@@ -10,9 +10,13 @@ And how much smaller than it should be is the output over a long context? An FP8
 adds to a large sum, so an output whose V has a mean shrinks with the number of keys (``docs/attention-numerics.md``).
 """
 
+from __future__ import annotations
+
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,11 +50,11 @@ class ProbeReport:
     bias_seq_len: int | None = None
 
     @property
-    def ok(self):
+    def ok(self) -> bool:
         """True if every descale is applied as it should be."""
         return self.q == self.k == self.v == "applied"
 
-    def __str__(self):
+    def __str__(self) -> str:
         head = "every descale is applied" if self.ok else f"q descale {self.q}, k descale {self.k}, v descale {self.v}"
         lines = [f"{head} (largest relative error {self.worst_error:.2g})", *self.details]
         if self.output_bias is not None:
@@ -68,19 +72,19 @@ def _ladder(count, shift, per_tensor):
 
 
 def probe(
-    call,
+    call: Callable[..., Any],
     *,
-    batch=2,
-    seq_len=128,
-    n_q_heads=4,
-    n_kv_heads=2,
-    d_head=64,
-    softmax_scale=None,
-    per_tensor=False,
-    framework="torch",
-    device="cuda",
-    bias_seq_len=None,
-):
+    batch: int = 2,
+    seq_len: int = 128,
+    n_q_heads: int = 4,
+    n_kv_heads: int = 2,
+    d_head: int = 64,
+    softmax_scale: float | None = None,
+    per_tensor: bool = False,
+    framework: Literal["torch", "numpy"] = "torch",
+    device: Any = "cuda",
+    bias_seq_len: int | None = None,
+) -> ProbeReport:
     """Feed ``call`` inputs that reveal which descales it applies, and how.
 
     ``call(q, k, v, q_descale, k_descale, v_descale)`` gets E4M3 operands (``float8_e4m3fn``) in the layout ``(batch, seq,

@@ -1,7 +1,11 @@
 """Exports for serving engines, their audit, and scales of weights that arrive tensor by tensor."""
 
+from __future__ import annotations
+
 import json
 import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from ._arguments import flag, text, whole
@@ -9,11 +13,14 @@ from ._errors import ArgumentError
 from ._offline import _SAFETENSORS, _path, _source, _stored
 from ._results import Audit, Export
 
+if TYPE_CHECKING:
+    from ._hints import Engine, Model, Pairs, Path
+
 # Where the scale engine reads tensors; elsewhere they are copied to the host.
 _DEVICES = ("cuda",)
 
 
-def export(model, to, engine, *, per_head=False, copy=False):
+def export(model: Path, to: Path, engine: Engine, *, per_head: bool = False, copy: bool = False) -> Export:
     """Writes a checkpoint folder that ``engine`` loads with these scales: the JSON of ``sigmascale export`` as a dict.
 
     ``model`` is a checkpoint folder, ``to`` a new or an empty one; ``engine`` is ``vllm``, ``sglang``, ``trtllm`` or
@@ -26,7 +33,7 @@ def export(model, to, engine, *, per_head=False, copy=False):
     return Export(json.loads(_native.export(*arguments, flag("per_head", per_head), flag("copy", copy))))
 
 
-def verify(folder, engine=None):
+def verify(folder: Path, engine: Engine | None = None) -> Audit:
     """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
 
@@ -58,7 +65,9 @@ class ScaleStream:
     it by engine.
     """
 
-    def __init__(self, config, *, names=(), ranks=1, host=False):
+    layers: dict[int, dict[str, Any]]
+
+    def __init__(self, config: Model, *, names: Iterable[str] = (), ranks: int = 1, host: bool = False) -> None:
         source = _source(config, None)
         self._config, _, self._file = _read(source) if isinstance(source, str) else source
         ranks = whole("ranks", ranks, least=1)
@@ -67,7 +76,7 @@ class ScaleStream:
         self._device, self._started = None, False
         self.layers = {}
 
-    def push(self, name, tensor):
+    def push(self, name: str, tensor: Any) -> list[dict[str, Any]]:
         """Takes a NumPy array, a PyTorch tensor or a DTensor; gives the layers that it completes."""
         name = text("name", name)
         if not self._native.wants(name):
@@ -99,14 +108,14 @@ class ScaleStream:
         if self._device is not None:
             self._device.begin()
 
-    def through(self, weights, *, part=False):
+    def through(self, weights: Pairs, *, part: bool = False) -> Iterator[tuple[str, Any]]:
         """The pairs of an iterator unchanged, each pushed on its way; the pass ends with them."""
         for name, tensor in weights:
             self.push(name, tensor)
             yield name, tensor
         self.finish(part=part)
 
-    def finish(self, *, part=False):
+    def finish(self, *, part: bool = False) -> dict[int, dict[str, Any]]:
         """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not
         come. With ``part``, whole layers may be missing: those of other pipeline stages.
         """
@@ -115,7 +124,7 @@ class ScaleStream:
         return dict(sorted(self.layers.items()))
 
     @property
-    def held_bytes(self):
+    def held_bytes(self) -> int:
         """Bytes of tensors that are held until their layer is complete, on the host or on the device."""
         return self._native.held_bytes + (0 if self._device is None else self._device.held_bytes)
 

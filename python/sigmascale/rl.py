@@ -13,16 +13,23 @@ first, as the sync does; a tensor-parallel rank that has its own heads only need
 is one a tensor.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from ._errors import NonFiniteError, UnsupportedError
 from ._serving import ScaleStream
 
+if TYPE_CHECKING:
+    from ._hints import Engine, Layers, Model, Pairs
+
 __all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "skyrl", "with_scales"]
 
 
-def nemo_rl(weights, config, *, include_q=True):
+def nemo_rl(weights: Pairs, config: Model, *, include_q: bool = True) -> dict[str, Any]:
     """The result of NeMo-RL's ``calibrate_qkv_fp8_scales`` without its forward: ``{"layers": {name: float}}``, by
     vLLM's names.
 
@@ -56,17 +63,17 @@ class skyrl:
     digit in ``bfloat16`` and ``float32``; a sync in ``float16`` that would round one raises :class:`NonFiniteError`.
     """
 
-    def __init__(self, extractor, config):
+    def __init__(self, extractor: Any, config: Model) -> None:
         self._extractor, self._stream = extractor, ScaleStream(config)
         places = json.loads(self._stream._native.places())
         if any(layer["mla"] for layer in places["layers"]):
             raise UnsupportedError("vLLM loads no scales for latent attention (MLA): use the vLLM plugin")
         self._places = places
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._extractor, name)
 
-    def get_weight_metadata(self, dtype):
+    def get_weight_metadata(self, dtype: Any) -> dict[str, list[Any]]:
         """That of the weights, then that of the scales."""
         about = self._extractor.get_weight_metadata(dtype)
         first = self._places["layers"][0]["q"]["name"] + ".weight"
@@ -81,7 +88,7 @@ class skyrl:
             "shapes": [*about["shapes"], *[[1]] * len(names)],
         }
 
-    def extract_weights(self, dtype):
+    def extract_weights(self, dtype: Any) -> Iterator[Any]:
         """The chunks of the weights, and one of the scales. All ranks iterate, as with SkyRL's own."""
         kind, like = None, None
         for chunk in self._extractor.extract_weights(dtype):
@@ -115,7 +122,7 @@ def _tensors(layer, engine, like):
     return [(name, numpy.array([value], numpy.float32)) for name, value in pairs]
 
 
-def with_scales(weights, config, *, engine="vllm"):
+def with_scales(weights: Pairs, config: Model, *, engine: Engine = "vllm") -> Iterator[tuple[str, Any]]:
     """The weights of a weight sync, and after each layer's last tensor its scales: for updates that load scales (vLLM's
     ``start_weight_update`` to ``finish_weight_update``) and take names as they come. All layers' scales have to be in
     an update: vLLM sets those that are not to 1.0.
@@ -128,7 +135,9 @@ def with_scales(weights, config, *, engine="vllm"):
     stream.finish()
 
 
-def chunks_with_scales(chunks, config, *, engine="sglang", part=False):
+def chunks_with_scales(
+    chunks: Iterable[Pairs], config: Model, *, engine: Engine = "sglang", part: bool = False
+) -> Iterator[list[tuple[str, Any]]]:
     """The same of an iterator of chunks, each a list of pairs: slime's and miles' ``get_hf_weight_chunks``. With
     ``part`` the chunks are those of one pipeline stage, as their distributed updates send them.
     """
@@ -157,7 +166,7 @@ def _modules(model, layers, attribute):
     return found
 
 
-def fill_vllm(model, layers):
+def fill_vllm(model: Any, layers: Layers) -> None:
     """Sets the scales of a loaded vLLM model in place, the host's copies too: after ``process_weights_after_loading``.
 
     ``layers`` is what :meth:`ScaleStream.finish` gives. Addresses stay, so that captured graphs read the new values.
@@ -173,7 +182,7 @@ def fill_vllm(model, layers):
                 copy.fill_(value)
 
 
-def fill_sglang(model, layers):
+def fill_sglang(model: Any, layers: Layers) -> None:
     """Sets the scales of k and v of a loaded SGLang model in place, and the float copies that it keeps: an update of
     the weights does not change those. q is cast at 1.0 there.
     """
@@ -183,7 +192,7 @@ def fill_sglang(model, layers):
             setattr(module, f"{operand}_scale_float", scale[operand])
 
 
-def must_flush(in_use, new):
+def must_flush(in_use: Layers, new: Layers) -> bool:
     """Whether a cache that is kept across a weight sync must be flushed: a bound of ``new`` is larger than the scale in
     ``in_use``.
 

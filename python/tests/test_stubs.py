@@ -1,4 +1,4 @@
-"""The typed stubs name what is there, with the parameters that it takes."""
+"""Types: the sources name those of everything public, and the stub of the native half names what is there."""
 
 import ast
 import importlib
@@ -7,36 +7,71 @@ import pathlib
 
 import pytest
 
+import sigmascale
+from sigmascale import _native
 
-@pytest.mark.parametrize("name", ["sigmascale", "sigmascale._native", "sigmascale.rl", "sigmascale.torch"])
-def test_stubs_agree_with_the_package(name):
-    if name.endswith("torch"):
+
+def test_the_native_stub_agrees_with_the_module():
+    tree = ast.parse(pathlib.Path(sigmascale.__file__).with_name("_native.pyi").read_text())
+    declared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert {key for key, value in vars(_native).items() if inspect.isroutine(value)} <= declared.keys()
+    for key, node in declared.items():
+        assert hasattr(_native, key), key
+        if isinstance(node, ast.FunctionDef):
+            given = [p.name for p in inspect.signature(getattr(_native, key)).parameters.values()]
+            assert [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)] == given, key
+        else:
+            own = {name for name, value in vars(getattr(_native, key)).items() if inspect.isroutine(value)}
+            told = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            assert {name for name in own if not name.startswith("_")} <= told, key
+
+
+def untyped(function):
+    """Parameters that have no annotation, and ``return`` where the result has none."""
+    signature = inspect.signature(function)
+    given = {name: p.annotation for name, p in signature.parameters.items() if name not in ("self", "cls")}
+    return [name for name, kind in (given | {"return": signature.return_annotation}).items() if kind is signature.empty]
+
+
+def functions(kind):
+    """Names and functions of the methods and properties that a class has in its source, but for private ones."""
+    source = importlib.import_module(kind.__module__).__file__
+    for name, value in [pair for base in kind.__mro__ for pair in vars(base).items()]:
+        for part in (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),):
+            # What a dataclass makes has no source.
+            if not inspect.isfunction(part) or inspect.unwrap(part).__code__.co_filename != source:
+                continue
+            if not name.startswith("_") or name.startswith("__"):
+                yield f"{kind.__name__}.{name}", part
+
+
+@pytest.mark.parametrize(
+    "name", ["sigmascale", "sigmascale.rl", "sigmascale.torch", "sigmascale.torch.megatron", "sigmascale.torch.te"]
+)
+def test_everything_public_has_types_in_its_source(name):
+    if "torch" in name:
         pytest.importorskip("torch")
     module = importlib.import_module(name)
-    file = pathlib.Path(importlib.import_module("sigmascale").__file__).parent
-    single = name.endswith(("_native", ".rl"))
-    file = file / f"{name.split('.')[1]}.pyi" if single else file.joinpath(*name.split(".")[1:], "__init__.pyi")
-    tree = ast.parse(file.read_text())
-    declared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    public = {key for key in getattr(module, "__all__", declared) if inspect.isroutine(getattr(module, key))}
-    assert public <= declared.keys()
-    # What begins with an underscore is the stubs' own.
-    for key, node in {key: node for key, node in declared.items() if not key.startswith("_")}.items():
-        assert hasattr(module, key), key
-        if isinstance(node, ast.FunctionDef):
-            given = list(inspect.signature(getattr(module, key)).parameters.values())
-            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            if not any(p.kind is p.VAR_KEYWORD for p in given):
-                assert names == [p.name for p in given], key
-        elif not issubclass(getattr(module, key), dict):
-            own = {name for name, value in vars(getattr(module, key)).items() if inspect.isroutine(value)}
-            told = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-            # What the Trainer calls is no user's to call.
-            assert {name for name in own if not name.startswith(("_", "on_"))} <= told, key
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name]
+    found = []
+    for key in getattr(module, "__all__", [key for key in own if not key.startswith("_")]):
+        value = getattr(module, key)
+        found += functions(value) if inspect.isclass(value) else [(key, value)] if callable(value) else []
+    assert found
+    assert {key: missing for key, value in found if (missing := untyped(value))} == {}
 
 
+def test_the_stub_of_the_native_half_is_the_only_one():
+    folder = pathlib.Path(sigmascale.__file__).parent
+    assert [file.name for file in folder.rglob("*.pyi")] == ["_native.pyi"]
+    assert (folder / "py.typed").exists()
+
+
+# PyTorch need not be installed: its objects are of any type here.
 USE = """
+from typing import Any
 import sigmascale
+from sigmascale.torch import Guard, Layer, Monitor, Rope, TrainerMonitor, megatron, te
 c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
 rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
 run = sigmascale.stress("refit", "x", policies=["geometry", sigmascale.AutoC(burn_in=3), sigmascale.DelayedTe(margin=1)])
@@ -44,6 +79,21 @@ made = sigmascale.export("x", "y", "vllm", per_head=True)["safe"], sigmascale.ve
 for name, tensor in sigmascale.ScaleStream({"model_type": "llama"}).through([("x", 1)]):
     ok: bool = sigmascale.rl.must_flush({}, {})
 ok = sigmascale.probe(lambda *operands: operands[0], framework="numpy").ok
+x: Any = None
+runtime = sigmascale.torch.attach(x, sigmascale.AutoC(), bound="worst-case", telemetry=4)
+plan = runtime.plan_of(x)
+out = sigmascale.torch.attention(x, x, x, plan, window=(8, 0)), sigmascale.torch.ring_attention(x, x, x, plan, None)
+pair: tuple[Any, Any] = sigmascale.torch.attention(x, x, x, [x, x, x], return_lse=True, rope=(plan.q_descale, x))
+out = sigmascale.torch.flash_attn_func(x, x, x, plan=plan, causal=True)
+heads: int = Layer(x, x, x, 4, 2, norm="layer").n_q_heads + sigmascale.torch.find_layers(x)[0].d_head
+with Monitor(runtime) as monitor, sigmascale.torch.patched(runtime) as same:
+    monitor.step(loss=1.0, lr=x)
+    ok = Guard(same, x, monitor=monitor).step(1.0)
+state = sigmascale.torch.merge_states([runtime.state_dict()])
+runtime.telemetry = "off"
+runtime.after_refresh.append(lambda runtime: te.Scales(runtime).update(runtime))
+chunk = megatron.attach(x, "current", backend="native"), megatron.CoreAttention("causal"), TrainerMonitor(runtime)
+word: str = sigmascale.torch.register(padding="right") + sigmascale.torch.POLICIES[0]
 """
 WRONG = [
     'sigmascale.calibrate("x", bound="safe")',
@@ -54,6 +104,24 @@ WRONG = [
     'sigmascale.probe("call")',
     "sigmascale.export_scales('x')",
     'sigmascale.export("x", "y", "tgi")',
+    'sigmascale.diagnose("x", limit=3)',
+    "sigmascale.rl.must_flush({})",
+    "sigmascale.nothing",
+    'sigmascale.torch.attach(x, "best")',
+    'sigmascale.torch.attach(x, backend="cuda")',
+    "sigmascale.torch.attention(x, x, x)",
+    "heads = sigmascale.torch.attention(x, x, x, plan, return_lse=True)",
+    'Layer(x, x, x, 4, 2, norm="batch")',
+    "Rope(x)",
+    'runtime.telemetry = "some"',
+    "runtime.stop()",
+    "plan.missing",
+    'sigmascale.torch.register(padding="left")',
+    'sigmascale.torch.value_pages("a", 1, 1, 1)',
+    "sigmascale.torch.flash_attn_func(x, x, x)",
+    "sigmascale.torch.nothing",
+    "te.recipe(runtime)",
+    "Monitor()",
 ]
 
 

@@ -1,20 +1,30 @@
 """Entry point: attach a runtime to a model."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from .._parameters import Tail
+    from ._hints import Backend, Bound, Fallback, Group, Layers, Policy, Telemetry
 
 
 def attach(
-    model,
-    policy="geometry",
-    bound=None,
+    model: torch.nn.Module,
+    policy: Policy = "geometry",
+    bound: Bound | None = None,
     *,
-    layers=None,
-    backend="auto",
-    tail=None,
-    fallback=None,
-    group=None,
-    telemetry="full",
-):
+    layers: Layers | None = None,
+    backend: Backend = "auto",
+    tail: Tail | None = None,
+    fallback: Fallback = None,
+    group: Group = None,
+    telemetry: Telemetry = "full",
+) -> Runtime:
     """Plans for every attention layer of a model.
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a

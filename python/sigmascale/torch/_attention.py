@@ -5,9 +5,12 @@ operands, with the forward's log-sum-exp, so that ``exp(S - LSE)`` is the softma
 to one; gradients pass through the casts unchanged (straight-through).
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -18,29 +21,74 @@ from ._casts import E4M3, dequantised
 from ._plan import LayerPlan
 from ._terms import Terms
 
+if TYPE_CHECKING:
+    from ._hints import Backend, Fallback, Plan, Rotation
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
 _TRAINING, _INFERENCE = "f16", "fp8-256"
 
 
+@overload
 def attention(
-    q,
-    k,
-    v,
-    plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
     *,
-    causal=True,
-    softmax_scale=None,
-    backend=None,
-    return_lse=False,
-    accumulator=None,
-    fallback=None,
-    window=(-1, -1),
-    softcap=None,
-    sinks=None,
-    dq_fp8=False,
-    rope=None,
-):
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: Backend | None = None,
+    return_lse: Literal[False] = False,
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dq_fp8: bool = False,
+    rope: Rotation | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: Backend | None = None,
+    return_lse: Literal[True],
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dq_fp8: bool = False,
+    rope: Rotation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: Backend | None = None,
+    return_lse: bool = False,
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dq_fp8: bool = False,
+    rope: Rotation | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
     ``q``, ``k``, ``v``: bfloat16, float16 or float32, of one type (autocast makes them so), any strides with contiguous
@@ -409,20 +457,20 @@ def _current(q, k, v):
 
 
 def scaled_dot_product_attention(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     *,
-    plan,
-    backend=None,
-    accumulator=None,
-    fallback=None,
-):
+    plan: Plan,
+    backend: Backend | None = None,
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq,
     d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
 

@@ -7,8 +7,11 @@ those that have a choice; ``operands`` are q, k, v in E4M3, if ``save``. Operand
 taken as they are.
 """
 
+from __future__ import annotations
+
 import functools
 import warnings
+from typing import Any
 
 import torch
 
@@ -25,7 +28,7 @@ LIBRARIES = (Fa3.name, Cudnn.name, TorchQuantised.name)
 
 
 @functools.cache
-def backend(name):
+def backend(name: str) -> Any:
     """A backend by name, made when first asked for."""
     if name not in _KINDS:
         raise ArgumentError(f"backend {name!r} is not one of {', '.join(NAMES)}")

@@ -1,14 +1,20 @@
 """A cache of Hugging Face's ``generate`` that holds keys and values in E4M3, cast once by the plan of their layer."""
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
 from ._casts import E4M3, cast, plain_cast
 
+if TYPE_CHECKING:
+    from ._runtime import Runtime
 
-def fp8_cache(runtime, max_cache_len=None):
+
+def fp8_cache(runtime: Runtime, max_cache_len: int | None = None) -> Any:
     """A cache for ``model.generate(..., past_key_values=fp8_cache(runtime))``, half the size of BF16's.
 
     New keys and values are cast by the plan of their layer as they come, and old ones are not cast again; so weights must stay as

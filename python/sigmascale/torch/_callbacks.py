@@ -1,6 +1,15 @@
 """The monitor as a callback of Hugging Face's Trainer."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from ._monitor import Monitor
+
+if TYPE_CHECKING:
+    from .._hints import Path
+    from ._runtime import Runtime
 
 
 class TrainerMonitor:
@@ -15,39 +24,49 @@ class TrainerMonitor:
     those of :class:`Monitor`. Only the first process of a distributed run records.
     """
 
-    def __init__(self, runtime, path="run.jsonl", every=10, *, refresh=True, **options):
+    monitor: Monitor | None
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        path: Path | None = "run.jsonl",
+        every: int = 10,
+        *,
+        refresh: bool = True,
+        **options: Any,
+    ) -> None:
         self.monitor, self._make = None, lambda step: Monitor(runtime, path, every, first_step=step, **options)
         self._runtime, self._refresh, self._pending = runtime, refresh, None
 
-    def on_train_begin(self, args, state, control, **_):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Opens the record."""
         if state.is_world_process_zero and self.monitor is None:
             # The Trainer counts a step when it is done.
             self.monitor = self._make(state.global_step + 1)
 
-    def on_optimizer_step(self, args, state, control, optimizer=None, **_):
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Keeps a step until its log, which comes later."""
         if self.monitor is not None:
             groups = getattr(optimizer, "param_groups", None)
             self._pending = {"lr": float(groups[0]["lr"])} if groups else {}
             self._pending["skipped"] = bool(getattr(optimizer, "step_was_skipped", False))
 
-    def on_step_end(self, args, state, control, **_):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """New scales."""
         if self._refresh:
             self._runtime.refresh()
 
-    def on_log(self, args, state, control, logs=None, **_):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """Takes what the Trainer tells of the step."""
         if self._pending is not None and logs:
             known = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
             self._pending |= {name: logs[key] for key, name in known.items() if key in logs}
 
-    def on_step_begin(self, args, state, control, **_):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes the step before."""
         self._write()
 
-    def on_train_end(self, args, state, control, **_):
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes the last step and closes the record."""
         self._write()
         if self.monitor is not None:
@@ -59,7 +78,7 @@ class TrainerMonitor:
             self.monitor.step(**self._pending)
             self._pending = None
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         # The Trainer calls every event of its base class, which is not imported here for those who have no transformers.
         if name.startswith("on_"):
             return lambda *_, **__: None

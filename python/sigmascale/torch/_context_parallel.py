@@ -13,6 +13,10 @@ n_kv)``:
 The backward may get only some of a row's keys; its ``out`` and ``lse`` are always those of all keys of the row.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -22,6 +26,9 @@ from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _casts
 from ._plan import LayerPlan
 from ._terms import Terms
+
+if TYPE_CHECKING:
+    from ._hints import Group, Kernels, Plan
 
 
 def plain_forward(q8, k8, v8, descales, causal, scale):
@@ -55,7 +62,7 @@ def _logits(q8, k8, v8, descales, causal, scale):
 PLAIN = plain_forward, plain_backward
 
 
-def shard_sequence(x, group, dim=1, zigzag=False):
+def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, zigzag: bool = False) -> torch.Tensor:
     """This rank's chunk of the sequence, split into ``world_size`` chunks. With ``zigzag``, chunks r and 2n - 1 - r of
     2n, which gives all n ranks the same work under a causal mask."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -68,7 +75,7 @@ def shard_sequence(x, group, dim=1, zigzag=False):
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], dim) if zigzag else parts[rank].contiguous()
 
 
-def gather_sequence(x, group, dim=1, zigzag=False):
+def gather_sequence(x: torch.Tensor, group: Group, dim: int = 1, zigzag: bool = False) -> torch.Tensor:
     """Inverse of :func:`shard_sequence`: the full sequence on all ranks, without gradients."""
     ranks = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
@@ -79,7 +86,17 @@ def gather_sequence(x, group, dim=1, zigzag=False):
     return torch.cat([*first, *reversed(second)], dim)
 
 
-def ring_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, kernels=None):
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    group: Group,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
     """FP8 attention of this rank's queries to the keys of all ranks: ``(batch, seq / ranks, heads, d_head)``,
     differentiable.
 
@@ -95,7 +112,17 @@ def ring_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, ker
     return _Ring.apply(q, k, v, call, bool(causal))
 
 
-def ulysses_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, kernels=None):
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    group: Group,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
     """The same by an exchange of heads for the sequence: rank r holds chunk r, as ``shard_sequence`` returns it. The
     number of query heads must be a multiple of the number of ranks. If there are fewer KV heads than ranks, they are
     repeated."""

@@ -4,6 +4,10 @@ Keywords that FlashAttention-3 has beside are taken where they ask for nothing, 
 refused by name otherwise.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
@@ -12,27 +16,30 @@ from ._attention import How, attend, pair, typed
 from ._casts import E4M3, cast
 from ._terms import Sequences
 
+if TYPE_CHECKING:
+    from ._hints import Backend, Fallback, Plan
+
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    plan,
-    sinks=None,
-    backend=None,
-    accumulator=None,
-    fallback=None,
-    **others,
-):
+    plan: Plan,
+    sinks: torch.Tensor | None = None,
+    backend: Backend | None = None,
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+    **others: Any,
+) -> Any:
     """``flash_attn.flash_attn_func`` in FP8, with a ``plan`` and options as for :func:`attention`; the output has the
     type of ``q``, bfloat16 where that is E4M3.
 
@@ -63,31 +70,31 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
     *,
-    plan,
-    seqused_k=None,
-    sinks=None,
-    backend=None,
-    accumulator=None,
-    fallback=None,
-    **others,
-):
+    plan: Plan,
+    seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: Backend | None = None,
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+    **others: Any,
+) -> Any:
     """``flash_attn.flash_attn_varlen_func`` in FP8: q ``(total_q, heads, d_head)`` of packed sequences, k and v
     likewise.
 
@@ -194,33 +201,33 @@ def _integers(name, x, dims=1):
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
     *,
-    plan,
-    sinks=None,
-    backend=None,
-    accumulator=None,
-    fallback=None,
-    **others,
-):
+    plan: Plan,
+    sinks: torch.Tensor | None = None,
+    backend: Backend | None = None,
+    accumulator: str | None = None,
+    fallback: Fallback = None,
+    **others: Any,
+) -> Any:
     """``flash_attn.flash_attn_with_kvcache`` in FP8: new keys and values are written after the first
     ``cache_seqlens`` in place, then attended to with the rest. No gradients.
 

@@ -1,10 +1,14 @@
 """A watchdog over an optimizer: skip, restore, lower the rate, warn."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import math
 import statistics
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +17,10 @@ from .._errors import ArgumentError, SigmascaleError
 from . import _window
 from ._points import Point
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    from ._hints import Group, Number
+    from ._monitor import Monitor
 
 # Losses that are needed before one can be a spike.
 _LEAST_LOSSES = 100
@@ -74,24 +82,31 @@ class Guard:
     holds.
     """
 
+    runtime: Runtime
+    optimizer: torch.optim.Optimizer
+    rate: float
+    skipped: bool
+    steps: int
+    restored: int
+
     def __init__(
         self,
-        runtime,
-        optimizer,
+        runtime: Runtime,
+        optimizer: torch.optim.Optimizer,
         *,
-        scaler=None,
-        monitor=None,
-        every=100,
-        patience=3,
-        points=2,
-        spike=7.0,
-        cooldown=100,
-        restores=5,
-        saturation=1e-3,
-        store=None,
-        group=None,
-        on_event=None,
-    ):
+        scaler: torch.amp.GradScaler | None = None,
+        monitor: Monitor | None = None,
+        every: int = 100,
+        patience: int = 3,
+        points: int = 2,
+        spike: float | None = 7.0,
+        cooldown: int = 100,
+        restores: int = 5,
+        saturation: float = 1e-3,
+        store: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
+        group: Group = None,
+        on_event: Callable[[str, str], object] | None = None,
+    ) -> None:
         if not isinstance(runtime, Runtime):
             raise TypeError(f"runtime must be what sigmascale.torch.attach returned, not {type(runtime).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -127,7 +142,7 @@ class Guard:
             optimizer.register_step_post_hook(lambda *_: self._put_back()),
         ]
 
-    def step(self, loss, grad_norm=None):
+    def step(self, loss: Number, grad_norm: Number | None = None) -> bool:
         """Whether the optimizer shall step; call it behind the backward. ``loss``, ``grad_norm``: numbers or tensors of
         one value, the norm unscaled and before or after clipping. Without ``grad_norm`` the gradients of the optimizer
         are looked at. Waits for the device.
@@ -219,7 +234,7 @@ class Guard:
             self._tries = 0
             self._watch_saturation()
 
-    def keep(self):
+    def keep(self) -> None:
         """Takes a restore point now. What goes wrong here leaves the earlier ones as they are."""
         self._keep(self.steps)
 
@@ -227,7 +242,7 @@ class Guard:
         self._points.append(Point(number, self.runtime, self.optimizer, self._store))
         self._since = number
 
-    def restore(self):
+    def restore(self) -> None:
         """Puts the oldest restore point back, as after a failure. Raises :class:`SigmascaleError` if there is none."""
         if not self._points:
             raise SigmascaleError("there is no restore point yet: the first is taken in the first healthy step")
@@ -316,14 +331,14 @@ class Guard:
         if self._on_event is not None:
             self._on_event(name, message)
 
-    def close(self):
+    def close(self) -> None:
         """Takes the guard off the optimizer and the runtime."""
         self._put_back()
         for hook in self._hooks:
             hook.remove()
         self._window.close()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<sigmascale Guard: {self.steps} steps, {len(self._points)} restore points, {self.restored} restores, rate {self.rate:g}>"
 
 

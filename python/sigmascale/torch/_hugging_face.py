@@ -1,5 +1,9 @@
 """Hugging Face transformers: the attention function, and masks as sequences."""
 
+from __future__ import annotations
+
+from typing import Literal
+
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
@@ -65,7 +69,7 @@ def _placed(query, key, value, mask):
     return query, key, value, Sequences(*places, *longest)
 
 
-def register(name="sigmascale_fp8", *, padding=None):
+def register(name: str = "sigmascale_fp8", *, padding: Literal["right"] | None = None) -> str:
     """Makes ``attn_implementation=name`` known to Hugging Face transformers, and returns the name.
 
     Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8: training

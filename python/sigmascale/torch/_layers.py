@@ -1,9 +1,12 @@
 """Finds the attention layers of a model and reads addresses, shapes and strides off their tensors."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
 import math
+from typing import Any, Literal
 
 import torch
 
@@ -57,7 +60,7 @@ class Layer:
     v: torch.Tensor
     n_q_heads: int
     n_kv_heads: int
-    norm: str | None = "rms"
+    norm: Literal["rms", "layer"] | None = "rms"
     gain: torch.Tensor | None = None
     shift: torch.Tensor | None = None
     q_bias: torch.Tensor | None = None
@@ -80,7 +83,7 @@ class Layer:
     heads: tuple[list[int], list[int], list[int]] | None = None
     fused_d_head: int = 0
     # Where the tensors were read from, as (dict of a module, key, what was there): parameters, and the modules above them.
-    sources: list = dataclasses.field(default_factory=list)
+    sources: list[tuple[dict[str, Any], str, Any]] = dataclasses.field(default_factory=list)
     number: int | None = None
     model_q_heads: int | None = None
     first_kv_head: int = 0
@@ -90,14 +93,14 @@ class Layer:
     latent: Latent | None = None
 
     @property
-    def d_head(self):
+    def d_head(self) -> int:
         """Channels of a head."""
         return self.fused_d_head if self.heads is not None else self.q.shape[0] // max(self.n_q_heads, 1)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<sigmascale Layer {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
 
-    def tensors(self):
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the scales depend on, by name."""
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         named = {f"{self.name}.{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
@@ -481,7 +484,7 @@ def _given(model, units, entries):
     return [called(entry) if is_function(entry) else fixed(entry) for entry in entries]
 
 
-def find(model):
+def find(model: torch.nn.Module) -> list[Layer]:
     """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none.
 
     Returns a list of :class:`Layer`, one for each attention layer in order; of a pipeline stage, those that it has.

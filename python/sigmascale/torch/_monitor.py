@@ -1,10 +1,14 @@
 """The record of a training run, written while it goes on, and the certified bound that QK-clip's users can log."""
 
+from __future__ import annotations
+
 import functools
 import math
 import os
 import warnings
 import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +17,14 @@ from .._arguments import count, real, whole
 from .._errors import ArgumentError, SigmascaleError, UnsupportedError
 from . import _alarms, _calls, _norms, _record, _samples, _sinks, _window
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Self
+
+    from .._hints import Path
+    from ._hints import Event, Number
 
 # Columns that are upper bounds, and stay so when they are written with fewer digits.
 _CERTIFIED = ("sigma", "w_q", "bound")
@@ -60,20 +72,29 @@ class Monitor:
     parallelism), let rank 0 alone make a monitor; under tensor or pipeline parallelism give each its own file.
     """
 
+    runtime: Runtime
+    path: Path | None
+    every: int
+    rows: int
+    next_step: int
+    alarms: list[Event]
+    latest: dict[int, dict[str, Any]]
+    on_alarm: Callable[[Event], object] | None
+
     def __init__(
         self,
-        runtime,
-        path="run.jsonl",
-        every=10,
+        runtime: Runtime,
+        path: Path | None = "run.jsonl",
+        every: int = 10,
         *,
-        rows=16,
-        sinks=(),
-        name=None,
-        on_alarm=None,
-        resume=False,
-        first_step=0,
-        thresholds=None,
-    ):
+        rows: int = 16,
+        sinks: object = (),
+        name: str | None = None,
+        on_alarm: Callable[[Event], object] | None = None,
+        resume: bool = False,
+        first_step: int = 0,
+        thresholds: Mapping[str, float] | None = None,
+    ) -> None:
         if not isinstance(runtime, Runtime):
             raise TypeError(f"runtime must be what sigmascale.torch.attach returned, not {type(runtime).__name__}")
         if on_alarm is not None and not callable(on_alarm):
@@ -133,7 +154,14 @@ class Monitor:
             turn = self.next_step // self.every
             self._samples[index] = _samples.sample(grad, operands, descales, out, terms, self.rows, turn)
 
-    def step(self, loss=None, grad_norm=None, lr=None, loss_scale=None, skipped=False):
+    def step(
+        self,
+        loss: Number | None = None,
+        grad_norm: Number | None = None,
+        lr: Number | None = None,
+        loss_scale: Number | None = None,
+        skipped: bool = False,
+    ) -> None:
         """Records a step; call it once a step, behind the backward, before or after ``refresh()``.
 
         All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left
@@ -199,12 +227,12 @@ class Monitor:
             if self.on_alarm is not None:
                 self.on_alarm(event)
 
-    def diagnosis(self):
+    def diagnosis(self) -> dict[str, Any]:
         """The alarms so far: a dict of ``up`` (those that are raised now), ``first`` (that of the head that was out of
         order first, or None) and ``advice`` (what to do), as :func:`sigmascale.diagnose` has them."""
         return self._watch.state()
 
-    def event(self, name, message="", layer=None, head=None):
+    def event(self, name: str, message: str = "", layer: int | None = None, head: int | None = None) -> None:
         """Writes an ``event`` line of the current step."""
         self._check_open()
         row = {"kind": "event", "step": self.next_step, "name": str(name)}
@@ -216,17 +244,17 @@ class Monitor:
         if not self._end.alive:
             raise SigmascaleError("the monitor is closed: make a new one, with resume=True to go on in its file")
 
-    def close(self):
+    def close(self) -> None:
         """Writes what is pending and ends the recording. So does the end of the process."""
         self._end()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<sigmascale Monitor of {len(self._numbers)} layers, every {self.every} steps, to {self.path}>"
 
 
@@ -297,7 +325,7 @@ def _written(name, values):
     return [float(f"{value * factor:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def max_logit_bound(runtime):
+def max_logit_bound(runtime: Runtime) -> dict[int, NDArray[np.float64]]:
     """The certified bound on the largest |logit| of each query head, rounding included: a dict of NumPy arrays
     ``(n_q_heads,)`` by the layer's number in the model, of the weights of the last refresh. Waits for the device.
 

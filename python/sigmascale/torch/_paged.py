@@ -29,7 +29,9 @@ _LIBRARY.define(
 )
 
 
-def value_pages(pages, page_size, n_kv_heads, d_head, device=None):
+def value_pages(
+    pages: int, page_size: int, n_kv_heads: int, d_head: int, device: torch.device | str | int | None = None
+) -> torch.Tensor:
     """Zeroed pages of values in the order that the tensor cores take: ``(pages, n_kv_heads, page_size // 16, d_head // 8, 8,
     16)``, E4M3."""
     if page_size % 16 or d_head % 8:

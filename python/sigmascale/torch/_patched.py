@@ -14,12 +14,12 @@ class patched:
     all others are left alone. It replaces a function of the whole process, so one thread at a time.
     """
 
-    def __init__(self, runtime):
+    def __init__(self, runtime: Runtime) -> None:
         if not isinstance(runtime, Runtime):
             raise TypeError(f"runtime must be what attach() returned, not {type(runtime).__name__}")
         self._runtime, self._stack, self._hooks = runtime, [], []
 
-    def __enter__(self):
+    def __enter__(self) -> Runtime:
         if self._hooks:
             raise ArgumentError("this patched() is in use: make another one")
         if not self._runtime._modules:
@@ -37,7 +37,7 @@ class patched:
         F.scaled_dot_product_attention = replaced
         return self._runtime
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         F.scaled_dot_product_attention = self._original
         for hook in self._hooks:
             hook.remove()

@@ -1,16 +1,40 @@
 """The scales of one attention layer, as calls take them, and where a module finds its own."""
 
+from __future__ import annotations
+
 import weakref
+from typing import TYPE_CHECKING, Any
 
 from .._errors import ArgumentError, SigmascaleError
 from . import _calls
 from ._policies import FROM_BOUNDS
 
+if TYPE_CHECKING:
+    import torch
+
+    from ._layers import Layer
+    from ._runtime import Runtime
+
 
 class LayerPlan:
     """The scales of one layer: views into the runtime's tensors, whose addresses stay the same."""
 
-    def __init__(self, runtime, index, layer):
+    index: int
+    name: str
+    n_q_heads: int
+    n_kv_heads: int
+    d_head: int
+    softmax_scale: float
+    positions: int | None
+    per_call: bool
+    remembers: bool
+    latent: bool
+    stale: bool
+    key: int
+    logit_descale: torch.Tensor | None
+    words: torch.Tensor
+
+    def __init__(self, runtime: Runtime, index: int, layer: Layer) -> None:
         # Weak: a model whose modules know their plan must not keep itself alive through it.
         self._runtime = weakref.ref(runtime)
         self.index, self.name = index, layer.name
@@ -32,7 +56,7 @@ class LayerPlan:
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
 
     @property
-    def reported(self):
+    def reported(self) -> torch.Tensor | None:
         """What calls write their statistics into, or None in a step without telemetry."""
         return self.words if self.runtime.reporting else None
 
@@ -45,13 +69,28 @@ class LayerPlan:
             )
         return self._rows
 
-    q_descale = property(lambda self: self._descales[0], doc="Descales of q, (n_kv_heads).")
-    k_descale = property(lambda self: self._descales[1], doc="Descales of k, (n_kv_heads).")
-    v_descale = property(lambda self: self._descales[2], doc="Descales of v, (n_kv_heads).")
-    o_descale = property(lambda self: self._descales[3], doc="Descales of an FP8 output, (n_kv_heads).")
+    @property
+    def q_descale(self) -> torch.Tensor:
+        """Descales of q, (n_kv_heads)."""
+        return self._descales[0]
 
     @property
-    def runtime(self):
+    def k_descale(self) -> torch.Tensor:
+        """Descales of k, (n_kv_heads)."""
+        return self._descales[1]
+
+    @property
+    def v_descale(self) -> torch.Tensor:
+        """Descales of v, (n_kv_heads)."""
+        return self._descales[2]
+
+    @property
+    def o_descale(self) -> torch.Tensor:
+        """Descales of an FP8 output, (n_kv_heads)."""
+        return self._descales[3]
+
+    @property
+    def runtime(self) -> Runtime:
         """The runtime, or an exception if it is gone."""
         runtime = self._runtime()
         if runtime is None:
@@ -60,16 +99,16 @@ class LayerPlan:
             )
         return runtime
 
-    def descales(self, batch):
+    def descales(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v descales as FlashAttention-3 takes them: ``(batch, n_kv_heads)``, batch stride 0, no copy."""
         return tuple(self._descales[i].expand(batch, -1) for i in range(3))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"<sigmascale plan of {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
         )
 
-    def __reduce_ex__(self, _):
+    def __reduce_ex__(self, _: object) -> Any:
         refuse_copies("LayerPlan")
 
 
@@ -79,7 +118,7 @@ class _Plans(list):
 
     name = "_sigmascale_plans"
 
-    def __reduce_ex__(self, _):
+    def __reduce_ex__(self, _: object) -> Any:
         return _Plans, ()
 
 

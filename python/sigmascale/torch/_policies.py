@@ -11,7 +11,7 @@ from .._errors import MismatchError, SigmascaleError, UnsupportedError
 from . import _host
 from ._results import Target
 
-POLICIES = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
+POLICIES: tuple[str, ...] = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
 # Policies that plan from bounds.
 FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
 

@@ -1,10 +1,14 @@
 """Plans of a model's attention layers, kept in device tensors that never move."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,6 +18,12 @@ from .._parameters import Tail, named
 from . import _backends, _calls, _distributed, _engine, _layers, _results, _saved
 from ._plan import LayerPlan, give_plan, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ._hints import Backend, Bound, Fallback, Group, Layers, Policy, PolicyName, Telemetry
 
 
 class Runtime:
@@ -37,9 +47,36 @@ class Runtime:
     heads.
     """
 
+    policy: PolicyName
+    bound: Literal["worst-case"] | None
+    backend: Backend
+    fallback: Fallback
+    tail: Tail
+    n_q_heads: int
+    n_kv_heads: int
+    device: torch.device
+    descales: torch.Tensor
+    words: torch.Tensor
+    logits: torch.Tensor | None
+    logit_descales: torch.Tensor | None
+    layers: list[LayerPlan]
+    before_refresh: list[Callable[[Runtime], None]]
+    after_refresh: list[Callable[[Runtime], None]]
+
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
     @torch.inference_mode(False)
-    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None, group=None, telemetry="full"):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: Policy,
+        bound: Bound | None,
+        layers: Layers | None,
+        backend: Backend,
+        tail: Tail | None,
+        fallback: Fallback = None,
+        group: Group = None,
+        telemetry: Telemetry = "full",
+    ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         policy, parameters = named(policy)
@@ -104,13 +141,13 @@ class Runtime:
         # That was no step.
         self._steps, self._group = 0, group
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.layers)
 
-    def __reduce_ex__(self, _):
+    def __reduce_ex__(self, _: object) -> Any:
         refuse_copies("Runtime")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<sigmascale Runtime: {len(self.layers)} layers, policy {self.policy}, {self.device}>"
 
     def _register(self, found):
@@ -121,14 +158,14 @@ class Runtime:
                 give_plan(layer.module, plan)
 
     @property
-    def telemetry(self):
+    def telemetry(self) -> Telemetry:
         """Whose statistics are kept: ``"full"``, of every step, ``n``, of every n-th step from the first on, or
         ``"off"``. Steps are counted by ``refresh()`` where Python calls it, which a replay of a CUDA graph does not.
         Compiled code has a version with and one without telemetry. May be set."""
         return self._telemetry
 
     @telemetry.setter
-    def telemetry(self, telemetry):
+    def telemetry(self, telemetry: Telemetry) -> None:
         every = {"full": 1, "off": 0}.get(telemetry, telemetry) if isinstance(telemetry, str | int) else telemetry
         if isinstance(every, bool) or not isinstance(every, int) or (every < 1 and telemetry != "off"):
             raise ArgumentError(
@@ -142,11 +179,11 @@ class Runtime:
         self._telemetry, self._every = telemetry, every
 
     @property
-    def reporting(self):
+    def reporting(self) -> bool:
         """Whether the calls of this step report their statistics."""
         return self._every > 0 and self._steps % self._every == 0
 
-    def plan_of(self, module):
+    def plan_of(self, module: torch.nn.Module) -> LayerPlan:
         """The plan of an attention module."""
         plan = self._modules.get(module)
         if plan is None:
@@ -272,7 +309,7 @@ class Runtime:
             )
         self._bind(layers)
 
-    def refresh(self, now=False):
+    def refresh(self, now: bool = False) -> None:
         """Recomputes every plan from the weights as they are, on the current stream.
 
         Layers sharded by FSDP are marked stale, and each computes its scales in its next forward, when its weights are
@@ -322,7 +359,7 @@ class Runtime:
         finally:
             self._lock.release()
 
-    def start_reduction(self):
+    def start_reduction(self) -> None:
         """Starts the all-reduce of a policy that observes, for which :meth:`refresh` waits; without this call it starts
         there. Called after the last backward of a step and before ``optimizer.step()``, it runs beside the optimizer.
         Does nothing without a group, under the policies that observe nothing, and while a reduction is under way. What
@@ -340,12 +377,12 @@ class Runtime:
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             finish()
 
-    def observed(self):
+    def observed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
         counts ``(layers, 3, n_kv, [overflow, beyond, non_finite])``."""
         return _results.observed(self.words, self._heads)
 
-    def stats(self):
+    def stats(self) -> dict[str, Any]:
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
@@ -360,14 +397,14 @@ class Runtime:
         descales = None if self._policy.per_call else self.descales.cpu()
         return _results.stats(self.words.cpu(), self._heads, descales, counted, self.reporting)
 
-    def slack(self):
+    def slack(self) -> dict[str, dict[str, NDArray[np.generic]]]:
         """Worst-case bound / observed maximum in the burn-in of ``auto-c``: for ``logit``, ``q``, ``k`` and ``v`` a
         dict of NumPy arrays ``(layers,)``, the ``min``, ``mean`` and ``max`` over the layer's heads and steps, and
         their ``count``. NaN if nothing was observed: only the native kernel reports logits. Waits for the device; reset
         by ``load_state_dict``. Raises :class:`UnsupportedError` under another policy."""
         return self._policy.slack(len(self))
 
-    def check(self):
+    def check(self) -> None:
         """Raises :class:`NonFiniteError` if the last refresh met weights or bounds that are not finite. Waits."""
         status = 0 if self._engine is None else self._engine.status() & 3
         bad = (~torch.isfinite(self.descales)).any(dim=2).any(dim=1).nonzero().flatten().tolist()
@@ -376,7 +413,7 @@ class Runtime:
                 f"weights or bounds are not finite in layers {bad or 'unknown'}: the plan is not usable"
             )
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """All that later plans depend on, apart from the weights: a dict of plain values and one tensor.
 
         It has neither for the policies without state (``geometry``, ``geometry-c-star``, ``current``). Waits for the
@@ -384,7 +421,7 @@ class Runtime:
         """
         return _saved.state(self)
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of
         another policy, version or shape. Descales of policies without state stay those of the current weights.
 
@@ -398,7 +435,7 @@ class Runtime:
                 self._policy.load(part["state"])
                 self.descales.copy_(part["descales"])
 
-    def memory(self, owner, place, kind):
+    def memory(self, owner: object, place: tuple[int, int] | torch.Tensor, kind: str) -> torch.Tensor:
         """Memory that ``owner`` holds, as a tensor that keeps it alive; on the CPU it is one."""
         if isinstance(place, torch.Tensor):
             return place

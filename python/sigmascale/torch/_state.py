@@ -4,7 +4,11 @@ A saved state holds ``places``, one for each of its layers: the layer's number i
 query heads of the layer it has. Here a state is taken apart into records, one a place, and put together for other places.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -150,7 +154,7 @@ def _state(records, head):
     }
 
 
-def merge_states(states):
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of a whole model from those of its processes (``state_dict()`` of each runtime, say by ``all_gather_object``):
     any process loads its part, whatever its pipeline stage and tensor-parallel rank. The same place may come from several."""
     states = list(states)

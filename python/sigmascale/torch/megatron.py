@@ -13,6 +13,11 @@ over gloo. Layers of TransformerEngine have the same names, which tests imitate.
 TransformerEngine or on a GPU.**
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
@@ -20,6 +25,11 @@ from ._attach import attach as _attach
 from ._attention import attention
 from ._context_parallel import ring_attention
 from ._layers import Layer
+
+if TYPE_CHECKING:
+    from ._hints import Bound, Group, Policy
+    from ._plan import LayerPlan
+    from ._runtime import Runtime
 
 _NORMS = {"RMSNorm": "rms", "LayerNorm": "layer"}
 _MASKS = {"causal": True, "no_mask": False}
@@ -30,21 +40,25 @@ class CoreAttention(torch.nn.Module):
     heads * d_head)`` out. With context parallelism it is a ring over ``group``, whose ranks hold two chunks of the
     sequence each, as Megatron cuts it."""
 
-    def __init__(self, mask, group=None):
+    mask: str
+    group: Group
+    plan: LayerPlan | None
+
+    def __init__(self, mask: str, group: Group = None) -> None:
         super().__init__()
         self.mask, self.group, self.plan = mask, group, None
 
     def forward(
         self,
-        query,
-        key,
-        value,
-        attention_mask=None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
         *,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-    ):
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
         """Masks are known by their type: the tensor of a causal one is not read."""
         mask = getattr(attn_mask_type, "name", None) or self.mask
         if mask not in _MASKS:
@@ -60,7 +74,7 @@ class CoreAttention(torch.nn.Module):
         return out.transpose(0, 1).flatten(2).to(query.dtype)
 
 
-def attach(model, policy="geometry", bound=None, **options):
+def attach(model: torch.nn.Module, policy: Policy = "geometry", bound: Bound | None = None, **options: Any) -> Runtime:
     """As :func:`sigmascale.torch.attach`, for one model chunk: plans for its layers, which its ``core_attention`` then
     takes.
 
@@ -79,7 +93,9 @@ def attach(model, policy="geometry", bound=None, **options):
     return runtime
 
 
-def layers(model, units=None):
+def layers(
+    model: torch.nn.Module, units: Mapping[torch.nn.Module, torch.nn.Module] | None = None
+) -> list[Callable[[], Layer]]:
     """Functions that return the :class:`Layer` of each attention layer of a chunk, for ``attach(model, layers=...)``.
 
     ``units``: by attention module, the module before whose forward its parameters are whole, where they are not always.

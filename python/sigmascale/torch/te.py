@@ -11,10 +11,18 @@ the output ``o_descale``; gradients and all other modules stay with delayed scal
 ...     model(x)
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._arguments import whole
 from .._errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ._runtime import Runtime
 
 # As in the other backends: P in [0, 1] becomes at most 256.
 _P_SCALE = 256.0
@@ -27,20 +35,29 @@ class Scales:
     """Quantization scales f32 ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in
     place."""
 
-    def __init__(self, runtime):
+    scales: torch.Tensor
+    amax: torch.Tensor
+
+    def __init__(self, runtime: Runtime) -> None:
         self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         self.amax = torch.zeros(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         runtime.after_refresh.append(self.update)
         self.update(runtime)
 
-    def update(self, runtime):
+    def update(self, runtime: Runtime) -> None:
         """Puts the new scales on the current stream."""
         self.scales[:, 0] = runtime.descales[:, :3].amax(dim=(1, 2)).reciprocal()
         self.scales[:, 1] = _P_SCALE
         self.scales[:, 2] = runtime.descales[:, 3].amax(dim=1).reciprocal()
 
 
-def quantizer_factory(runtime, names, fallback, make, scales=None):
+def quantizer_factory(
+    runtime: Runtime,
+    names: Mapping[str, int],
+    fallback: Callable[[Any], Any],
+    make: Callable[[torch.Tensor, torch.Tensor], Any],
+    scales: Scales | None = None,
+) -> Callable[[Any], Any]:
     """The ``qfactory``: ``make(scale, amax)`` for what a plan covers, ``fallback(role)`` for the rest."""
     for name, layer in names.items():
         if not 0 <= whole(f"the layer of {name}", layer) < len(runtime):
@@ -63,7 +80,7 @@ def quantizer_factory(runtime, names, fallback, make, scales=None):
     return factory
 
 
-def recipe(runtime, names, fallback=None):
+def recipe(runtime: Runtime, names: Mapping[str, int], fallback: Callable[[Any], Any] | None = None) -> Any:
     """A ``CustomRecipe`` whose attention scales come from ``runtime``.
 
     ``names`` maps names of TransformerEngine's attention modules (their ``name=``) to layers of the runtime.
