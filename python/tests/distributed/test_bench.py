@@ -22,7 +22,7 @@ def test_the_bench_of_sharded_models():
     assert tuple(found) == tests
     assert found["scales"]["fsdp"]["equal"] and found["scales"]["tp"]["equal"]
     # On the CPU weights are gathered at other addresses every time.
-    assert found["addresses"]["at_new_addresses"] <= found["addresses"]["computations"] == 100
+    assert found["addresses"]["computations"] == 100
     calls = {policy: sum(one["calls"].values()) for policy, one in found["collectives"].items()}
     assert calls["geometry"] == calls["None"] == calls["delayed-te"] - 1
     assert found["ring"]["e4m3"]["error"] < 0.05
