@@ -39,3 +39,13 @@ def llama():
     from gpu import random_model
 
     return random_model("llama")
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process, on its GPU."""
+    import torch
+
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -8,14 +8,6 @@ import sigmascale.torch as fp8
 from sigmascale.torch import _engine, _host
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process."""
-    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def run(model, tokens):
     return model(tokens, use_cache=False).logits
 

@@ -37,8 +37,8 @@ class Native:
         return _offers(q.shape[3], v.shape[3], *given)
 
     def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None, rope=None):
-        """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs none. ``rope``: the cast
-        turns q and k; on a GPU."""
+        """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs
+        none. ``rope``: the cast turns q and k; on a GPU alone."""
         if q.is_cpu:
             return _cpu.forward(q, k, v, descales, terms, words, accumulator, save)
         q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
