@@ -172,7 +172,7 @@ class _Resolved:
     backend: str
     fallback: str | None
     # Whose call it is, and whether it may run in BF16 where that is faster: not where statistics are planned from.
-    layer: int = _calls.NONE
+    label: torch.Tensor | None = None
     may_be_bf16: bool = False
 
     def rows(self, batch):
@@ -242,7 +242,7 @@ def attend(
         raise UnsupportedError(
             f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
         )
-    _calls.count_plain(call.layer, reason, say=refused)
+    _calls.count_plain(call.label, reason, say=refused)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
@@ -312,7 +312,7 @@ def _saves(q, k, v, terms):
 
 def _turns_in_cast(q, k, v, terms, call):
     """Whether the kernels' cast can turn q and k: nobody else sees them before."""
-    if not q.is_cuda or call.descales is None or _calls.observed(call.layer) or not _ops.plain(q, k, v):
+    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
         return False
     return _backends.choose(call.backend, q, v, terms).name == "native"
 
@@ -325,7 +325,7 @@ def _call(q, k, v, terms, call, how, rope=None):
     o_descale = descales[3] if len(descales) > 3 else None
     # Operands that are E4M3 already have no dQ.
     dq_fp8 = how.dq_fp8 and saves and q.dtype != E4M3
-    how = _ops.arguments(terms, call.backend, accumulator, call.layer, dq_fp8)
+    how = _ops.arguments(terms, call.backend, accumulator, call.label, dq_fp8)
     if rope is not None and saves:
         q, k = _rope.turned_back(rope, q, k)
     out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves, rope=rope)
@@ -354,7 +354,7 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         # An exported program has the descales as constants and no runtime that would read telemetry.
         exporting = getattr(torch.compiler, "_is_exporting_flag", False)
         words, scale = None if exporting else plan.reported, plan.softmax_scale
-        layer = _calls.NONE if exporting else plan.key
+        label = None if exporting else plan.label
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
     else:
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
@@ -363,7 +363,7 @@ def _resolve(q, k, v, plan, softmax_scale, how):
                 f"not {_short(plan)}"
             )
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
-        words, scale, layer = None, q.shape[3] ** -0.5, _calls.NONE
+        words, scale, label = None, q.shape[3] ** -0.5, None
         backend, fallback = how.backend or "auto", how.fallback
     if q.dtype == E4M3 and (descales is None or backend == "cudnn"):
         raise UnsupportedError(
@@ -379,8 +379,8 @@ def _resolve(q, k, v, plan, softmax_scale, how):
     if how.dq_fp8 and q.is_cuda and widest > 128:
         raise UnsupportedError(f"dq_fp8 is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer")
     # The descales of a plan alone say where the call would be counted.
-    may_be_bf16 = backend == "auto" and layer != _calls.NONE and not plan.remembers
-    return _Resolved(descales, words, float(scale), backend, fallback, layer, may_be_bf16)
+    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers
+    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16)
 
 
 def typed(out, q):

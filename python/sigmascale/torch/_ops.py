@@ -7,7 +7,7 @@ PyTorch lacks some operations on float8. For ``dq_fp8`` it also returns the loga
 tensor. Gradients pass through the casts unchanged (straight-through); those of the sinks are empty where there are none.
 
 Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
-``layer`` is whose call it is (:mod:`_calls`).
+``label`` says whose call it is (:mod:`_calls`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
 _TERMS = (
     "Tensor? sinks, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, SymInt max_len_q, SymInt max_len_k, "
     "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator, "
-    "bool dq_fp8, int layer"
+    "bool dq_fp8, Tensor? label"
 )
 
 # Kept for the life of the process: the operators go with it.
@@ -41,12 +41,12 @@ _LIBRARY.define(
 )
 
 
-def arguments(terms, backend, accumulator, layer=_calls.NONE, dq_fp8=False):
+def arguments(terms, backend, accumulator, label=None, dq_fp8=False):
     """``terms`` as the operators take them."""
     sequences, where = terms.sequences, (None, None, None, None, 0, 0)
     if sequences is not None:
         where = (*sequences.places, sequences.max_len_q, sequences.max_len_k)
-    how = terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator, dq_fp8, layer
+    how = terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator, dq_fp8, label
     return (terms.sinks, *where, *how)
 
 
@@ -67,7 +67,7 @@ def _of_backend(chosen, descales):
 
 
 def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, rope=None):
-    *terms, backend, accumulator, dq_fp8, layer, save = how
+    *terms, backend, accumulator, dq_fp8, label, save = how
     _distributed.refuse_context_parallel()
     terms = _terms(*terms)
     chosen = _backends.choose(backend, q, v, terms)
@@ -82,6 +82,7 @@ def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, r
         descales = _of_backend(chosen, given)
         out, lse, operands = chosen.forward(q, k, v, descales, terms, words, accumulator, save, **kept)
     out, lse = out.contiguous(), lse.contiguous()
+    layer = _calls.layer_of(label)
     _calls.count(layer, chosen.name, _backends.reason(backend, chosen.name, q.shape[3], q.is_cuda))
     _calls.saw(layer, q, k, v, lse, save, words is not None)
     saved = (x.contiguous().view(torch.uint8) if save else x.new_empty(0, dtype=torch.uint8) for x in operands)
@@ -136,7 +137,7 @@ class _Differentiable(torch.autograd.Function):
             # Sinks and places are tensors.
             row_max = row_max if rest[-3] else None
             ctx.save_for_backward(*operands, row_max, *rest[:3], out, lse, *rest[_SINKS : _SINKS + 5])
-        ctx.how, ctx.direct, ctx.types = rest[_SINKS + 5 : -1], direct, (q.dtype, k.dtype, v.dtype)
+        ctx.how, ctx.direct, ctx.types = (*rest[_SINKS + 5 : -2], None), direct, (q.dtype, k.dtype, v.dtype)
         ctx.mark_non_differentiable(*result[1:])
         ctx.set_materialize_grads(False)
         return result
