@@ -106,6 +106,7 @@ fn about(remedy: Remedy) -> &'static str {
     match remedy {
         Remedy::None => "BF16 throughout, delta from the output",
         Remedy::F32Output => "The output in f32 from P V on",
+        Remedy::UnroundedDelta => "P V in f32, the output in BF16, and delta from the output before its rounding",
         Remedy::StochasticOutput => "P V in f32, and the output rounded to BF16 stochastically",
         Remedy::F32Pv => "P V in f32, the output in BF16",
         Remedy::DeltaFromP => "delta = rowsum(P dP)",

@@ -45,7 +45,8 @@ impl Casts {
             precision: match remedy {
                 Remedy::F32Pv => fused,
                 Remedy::StochasticOutput => Precision { output: Cast::Bf16Stochastic, ..fused },
-                Remedy::F32Output => f32_output,
+                // The output is rounded behind the call.
+                Remedy::F32Output | Remedy::UnroundedDelta => f32_output,
                 Remedy::F32Head if chosen => f32_output,
                 Remedy::F32 => Precision {
                     operands: Cast::F32,

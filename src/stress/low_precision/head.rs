@@ -2,6 +2,7 @@
 
 use super::casts::Casts;
 use super::options::LowPrecisionOptions;
+use super::remedy::Remedy;
 use crate::attention::{
     Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Cpu, Delta, Inputs, Mask, Saved, backward,
     reference,
@@ -147,10 +148,18 @@ impl Head {
         };
         let inputs = Inputs { q: &x[0], k: &x[1], v: &x[2] };
         let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: one, operands };
-        let output = match casts.stabilised {
+        let mut output = match casts.stabilised {
             Some(stabilised) => stabilised.forward(&call, &inputs, &plan, &casts.precision)?.output,
             None => Cpu.forward(&call, &inputs, &plan, &casts.precision)?,
         };
+        // The output that delta is taken from.
+        let mut used = output.out.clone();
+        if options.remedy == Remedy::UnroundedDelta {
+            for (used, out) in used.iter_mut().zip(&mut output.out) {
+                *out = bf16::from_f32(*used).to_f32();
+                *used = *out + bf16::from_f32(*used - *out).to_f32();
+            }
+        }
         let mut loss = 0.0;
         let mean = 1.0 / (BATCH * n * options.heads) as f32;
         let mut d_out = vec![0.0; output.out.len()];
@@ -163,9 +172,9 @@ impl Head {
                 d_out[i * D + a] = miss * mean / D as f32;
             }
         }
-        let saved = Saved { out: &output.out, lse: &output.lse };
+        let saved = Saved { out: &used, lse: &output.lse };
         let gradients = backward(&call, &inputs, &plan, &casts.precision, &casts.backward, &saved, &d_out)?;
-        let seen = look.then(|| self.look(options, &call, &inputs, &output, &d_out)).transpose()?;
+        let seen = look.then(|| self.look(options, &call, &inputs, &AttentionOutput { out: used, ..output }, &d_out)).transpose()?;
         let mut grads = zeros();
         for (grad, dx) in grads.iter_mut().zip([gradients.dq, gradients.dk, gradients.dv]) {
             for (dx, &token) in dx.chunks_exact(D).zip(&tokens.ids) {

@@ -15,6 +15,9 @@ pub enum Remedy {
     F32Pv,
     /// The same, and the output rounded stochastically.
     StochasticOutput,
+    /// delta from the output before its rounding to BF16, as `attention(.., stabilise=True)` takes it in Python: the output itself stays
+    /// in BF16, and what its rounding took is kept in BF16 beside it.
+    UnroundedDelta,
     /// delta = rowsum(P o dP).
     DeltaFromP,
     /// The row maximum of Algorithm 3, with the limit of [`ShiftLimit::Wrapped`](crate::attention::ShiftLimit::Wrapped).
@@ -34,11 +37,12 @@ pub enum Remedy {
 
 impl Remedy {
     /// Every choice.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::None,
         Self::F32Output,
         Self::F32Pv,
         Self::StochasticOutput,
+        Self::UnroundedDelta,
         Self::DeltaFromP,
         Self::Stabilised,
         Self::StabilisedFixed,
@@ -55,6 +59,7 @@ impl Remedy {
             Self::F32Output => "f32-output",
             Self::F32Pv => "f32-pv",
             Self::StochasticOutput => "stochastic-output",
+            Self::UnroundedDelta => "unrounded-delta",
             Self::DeltaFromP => "delta-from-p",
             Self::Stabilised => "stabilised",
             Self::StabilisedFixed => "stabilised-fixed",
