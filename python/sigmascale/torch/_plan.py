@@ -30,7 +30,8 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
-    stabilise: bool
+    # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
+    stabilise: bool = False
     key: int
     logit_descale: torch.Tensor | None
     words: torch.Tensor
@@ -48,8 +49,6 @@ class LayerPlan:
         self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
         # Whether the weights have changed since these scales: a layer sharded by FSDP, between a refresh and its forward.
         self.stale = False
-        # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
-        self.stabilise = False
         self._rows = runtime.descales[index, :, : self.n_kv_heads]
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
         # Whose calls these are, in counters and to those who look at calls.

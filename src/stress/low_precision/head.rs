@@ -174,7 +174,9 @@ impl Head {
         }
         let saved = Saved { out: &used, lse: &output.lse };
         let gradients = backward(&call, &inputs, &plan, &casts.precision, &casts.backward, &saved, &d_out)?;
-        let seen = look.then(|| self.look(options, &call, &inputs, &AttentionOutput { out: used, ..output }, &d_out)).transpose()?;
+        let seen = look
+            .then(|| self.look(options, &call, &inputs, &AttentionOutput { out: used, ..output }, &d_out))
+            .transpose()?;
         let mut grads = zeros();
         for (grad, dx) in grads.iter_mut().zip([gradients.dq, gradients.dk, gradients.dv]) {
             for (dx, &token) in dx.chunks_exact(D).zip(&tokens.ids) {
