@@ -393,6 +393,28 @@ def low_precision_long():
     return markdown(["remedy", "rate", "loss doubled", *ends], table)
 
 
+def low_precision_kernels():
+    table = []
+    for row in record("2026-11-24-low-precision-kernels.csv"):
+        doubled = row["loss_doubled_at"]
+        doubled = doubled if doubled == "-" else f"**{doubled}**"
+        table.append([f"`{row['arithmetic']}`", row["seed"], f"`{row['remedy']}`", doubled, row["loss_end"], row["w_q_end"]])
+    ends = ["loss at the end", "largest norm of W_Q of any head at the end (9.79 at the start)"]
+    return markdown(["arithmetic", "seed", "remedy", "loss doubled at step", *ends], table)
+
+
+def delta_bias():
+    names = {"fp8": "FP8, P V in F16", "fp8 stabilise": "the same, `stabilise=True`"}
+    signs = {"one": "one sign", "both": "both signs"}
+    rows = [row for row in record("2026-11-24-delta-bias-emulation.csv") if row["kernel"] in names]
+    percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
+    table = [
+        [names[row["kernel"]], signs[row["sign_of_v"]], percent(row["output_rms"]), percent(row["dq_error"])]
+        for row in rows
+    ]
+    return markdown(["attention", "V", "error of the output", "error of dQ"], table)
+
+
 def training_formats():
     rows = record("2026-11-23-training-formats.csv")
     table = []
@@ -427,6 +449,8 @@ TABLES = {
         low_precision_settings,
         bias_emulation,
         low_precision_long,
+        low_precision_kernels,
+        delta_bias,
         training_formats,
         latent,
         backward_order,
