@@ -11,6 +11,12 @@
 //
 // The algorithm is FlashAttention-2's (Dao 2023) with the warp specialisation of FlashAttention-3 (Shah et al. 2024).
 #include "attention/mainloop_double.cuh"
+#if CAST_Q
+#include "attention/query_cast.cuh"
+#define QUERY_CAST , const __grid_constant__ QueryCast query_cast
+#else
+#define QUERY_CAST
+#endif
 #include "attention/mainloop_rolled.cuh"
 #include "attention/mainloop_single.cuh"
 #include "attention/mainloop_sliced.cuh"
@@ -21,7 +27,7 @@ extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-                  const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
+                  const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p QUERY_CAST) {
   // Align shared memory to the swizzle atoms
   extern __shared__ u8 raw[];
   u32 base = (ptx::shared_address(raw) + 1023u) & ~1023u;
@@ -47,6 +53,9 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
   if (warpgroup == kConsumers) {
     // Producer: one thread issues every copy
     ptx::setmaxnreg_dec<kProducerRegisters>();
+#if CAST_Q
+    if (threadIdx.x >= kConsumers * 128 + 32) return cast_queries(p, query_cast, pipeline, work);
+#endif
     if (threadIdx.x == kConsumers * 128) produce(p, pipeline, work, map_q, map_k, map_v, consumers);
   } else if (!kSplitKv || warpgroup < consumers) {
     // Consumers

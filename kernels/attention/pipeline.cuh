@@ -23,6 +23,10 @@ struct Pipeline {
   __device__ __forceinline__ u32 q_empty(u32 stage, u32 consumer) const {
     return q_bars + 8 * (kQStages * kConsumers + stage * kConsumers + consumer);
   }
+  // CAST_Q: the producer has handed out a work item, whose queries the idle warps cast.
+  __device__ __forceinline__ u32 q_item(u32 stage, u32 consumer) const {
+    return v_empty_bars + 8 * (kKvStages + stage * kConsumers + consumer);
+  }
   __device__ __forceinline__ u32 k_full(u32 stage) const { return k_full_bars + 8 * stage; }
   __device__ __forceinline__ u32 k_empty(u32 stage) const { return k_empty_bars + 8 * stage; }
   __device__ __forceinline__ u32 v_full(u32 stage) const { return v_full_bars + 8 * stage; }
@@ -34,7 +38,8 @@ struct Pipeline {
   // By one thread. `consumers`: how many take tiles.
   __device__ __forceinline__ void init(int consumers) const {
     for (int i = 0; i < kQStages * kConsumers; i++) {
-      ptx::mbarrier_init(q_full(0, 0) + 8 * i, 1);
+      ptx::mbarrier_init(q_full(0, 0) + 8 * i, kCastQ ? kCastWarps : 1);
+      if (kCastQ) ptx::mbarrier_init(q_item(0, 0) + 8 * i, 1);
       ptx::mbarrier_init(q_empty(0, 0) + 8 * i, 4);
     }
     for (int i = 0; i < kKvStages; i++) {

@@ -92,10 +92,15 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
                                    p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
     item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
     if constexpr (kOutE4m3) item.o_quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
+#if CAST_Q  // NOTES: the producer has no registers for unrolled loops, either.
+#pragma unroll 1
+#endif
     for (int w = 0; w < kConsumers; w++) {
       ptx::mbarrier_wait_uniform(pipeline.q_empty(q.index, w), q.parity ^ 1);
       work[q.index * kConsumers + w] = item;
-      if (alive) {
+      if (kCastQ) {
+        ptx::mbarrier_arrive(pipeline.q_item(q.index, w));
+      } else if (alive) {
         ptx::mbarrier_arrive_expect_tx(pipeline.q_full(q.index, w), kQBytes);
         load_queries(pipeline.q(q.index, w), map_q, pipeline.q_full(q.index, w), item.tile.head, own.q_row + item.tile.row, t.batch);
       } else {
@@ -106,6 +111,9 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
     if (!alive) break;
     q.advance();
 
+#if CAST_Q
+#pragma unroll 1
+#endif
     for (int n = first + t.key_tiles - 1; n >= first; n--)
       load_kv(pipeline, map_k, map_v, k, v, n, head, t.batch, p.heads_kv, own);
     index = next;

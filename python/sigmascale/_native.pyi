@@ -104,7 +104,7 @@ class HostPolicy:
 
 @final
 class Attention:
-    def __new__(cls, device: int) -> Self: ...
+    def __new__(cls, device: int, cast_queries: bool = False) -> Self: ...
     @staticmethod
     def offers(
         d_head: int, d_v: int, causal: bool, window: bool, soft_cap: bool, sinks: bool, sequences: bool

@@ -229,11 +229,14 @@ pub struct Attention {
 
 #[pymethods]
 impl Attention {
+    /// `cast_queries`: whether the attention kernel casts queries in BF16 itself, where it can.
     #[new]
-    fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
+    #[pyo3(signature = (device, cast_queries = false))]
+    fn new(py: Python<'_>, device: usize, cast_queries: bool) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
-            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), OnDevice::new(BackwardEngine::new(&device)?));
+            let cuda = OnDevice::new(Cuda::new(&device)?.with_query_cast(cast_queries));
+            let backward = OnDevice::new(BackwardEngine::new(&device)?);
             Ok(Self { cuda, backward, launching: Mutex::new(()) })
         })
     }

@@ -104,6 +104,7 @@ headers! {
     "attention/params.cuh",
     "attention/pipeline.cuh",
     "attention/quad.cuh",
+    "attention/query_cast.cuh",
     "attention/ring.cuh",
     "attention/schedule.cuh",
     "attention/scheduler.cuh",

@@ -17,8 +17,9 @@ class Native:
 
     name, per_tensor = "native", False
 
-    def __init__(self):
-        self._engines, self._bytes = {}, {}
+    def __init__(self, cast_queries=False):
+        """``cast_queries``: on a GPU the attention kernel casts queries in BF16 itself, where it can."""
+        self._engines, self._bytes, self._cast_queries = {}, {}, cast_queries
 
     @staticmethod
     def on_hopper(device):
@@ -97,7 +98,7 @@ class Native:
     def _run(self, direction, call, device, *key):
         engine = self._engines.get(device)
         if engine is None:
-            engine = self._engines.setdefault(device, _native.Attention(device.index))
+            engine = self._engines.setdefault(device, _native.Attention(device.index, self._cast_queries))
         key = direction, device, *key
         size = self._bytes.get(key)
         if size is None:

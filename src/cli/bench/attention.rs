@@ -35,6 +35,7 @@ use rayon::prelude::*;
 ///   +logits8      round the logits to E4M3
 ///   +serial       without overlapping cast and attention
 ///   +whole        without splitting calls that have few queries
+///   +castq        queries cast by the attention kernel, where it can; the cast has k and v alone
 ///   +window-N     a query sees its own key and the N - 1 before it
 ///   +sink, +cap   with sinks, with a soft-cap of 50
 ///   +packed       all sequences as one packed batch
@@ -120,6 +121,7 @@ struct Timed {
     logits_e4m3: bool,
     serial: bool,
     whole: bool,
+    cast_q: bool,
     window: Option<usize>,
     sink: bool,
     cap: bool,
@@ -151,6 +153,7 @@ impl Timed {
                 "logits8" => timed.logits_e4m3 = true,
                 "serial" => timed.serial = true,
                 "whole" => timed.whole = true,
+                "castq" if timed.cast => timed.cast_q = true,
                 "sink" => timed.sink = true,
                 "cap" => timed.cap = true,
                 "packed" => timed.packed = true,
@@ -161,7 +164,7 @@ impl Timed {
                 }
                 _ => {
                     return Err(format!(
-                        "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial, whole, window-N, sink, cap, packed or tail"
+                        "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial, whole, castq (from BF16), window-N, sink, cap, packed or tail"
                     ));
                 }
             }
@@ -267,7 +270,8 @@ pub fn run(args: Args) -> Result<()> {
                     continue;
                 }
                 for timed in &kernels {
-                    let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
+                    let engine = AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
+                    let engine = &engine.with_query_cast(timed.cast_q);
                     let sets = (0..sets)
                         .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, [false; 2]))
                         .collect::<Result<Vec<_>>>()?;
@@ -498,6 +502,7 @@ mod tests {
     fn names_of_kernels_and_shapes() {
         let timed = Timed::parse("e2e+rope+logits8").unwrap();
         assert!(timed.cast && timed.attention && timed.rope && timed.logits_e4m3 && timed.telemetry && !timed.serial);
+        assert!(Timed::parse("e2e+castq").is_ok_and(|timed| timed.cast_q) && Timed::parse("fp8+castq").is_err());
         assert!(Timed::parse("fp8+whole").is_ok_and(|timed| timed.whole && !timed.telemetry));
         assert!(Timed::parse("fp8+reorder").is_ok_and(|timed| timed.reorder && timed.attention && !timed.cast));
         for wrong in ["bf16", "fp8+fast", "e2e+reorder", "cast+reorder", "fp8+reorder+rope"] {

@@ -86,6 +86,12 @@ impl Cuda {
         Self { engine: self.engine.with_split(split) }
     }
 
+    /// Whether the attention kernel casts queries in BF16 itself, where it can ([`AttentionEngine::with_query_cast`]); off by
+    /// default.
+    pub fn with_query_cast(self, cast_q: bool) -> Self {
+        Self { engine: self.engine.with_query_cast(cast_q) }
+    }
+
     /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
     /// for other work on the device, such as a collective. Results do not depend on it.
     pub fn with_processors(self, processors: usize) -> Self {

@@ -75,6 +75,7 @@ pub struct AttentionEngine {
     kernels: Kernels<Variant>,
     overlap: bool,
     split: bool,
+    cast_q: bool,
     processors: usize,
 }
 
@@ -85,7 +86,7 @@ impl AttentionEngine {
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
         let kernels = Kernels::new(device, "the attention kernel")?;
-        Ok(Self { kernels, overlap: true, split: true, processors: device.processors() })
+        Ok(Self { kernels, overlap: true, split: true, cast_q: false, processors: device.processors() })
     }
 
     /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
@@ -97,6 +98,14 @@ impl AttentionEngine {
     /// Whether calls with few query rows are split ([`Split::of`]); on by default. The workspace has room for it either way.
     pub fn with_split(mut self, split: bool) -> Self {
         self.split = split;
+        self
+    }
+
+    /// Whether the attention kernel casts and rotates queries in BF16 itself, instead of the cast in front of it; off by default.
+    /// It does where heads have 64 or 128 dimensions and P V is promoted to f32 after every tile, in calls that are not split, have
+    /// no windows, sequences, soft-cap or sinks, write BF16, and want neither statistics nor saved operands. Results have the same bits.
+    pub fn with_query_cast(mut self, cast_q: bool) -> Self {
+        self.cast_q = cast_q;
         self
     }
 
@@ -124,7 +133,7 @@ impl AttentionEngine {
         if cut.split.is_some_and(|split| split.parts > 1) {
             self.kernels.load(Variant::third(terms, &sizes))?;
         }
-        self.kernels.load(Variant::second(terms, tensors, &sizes, &cut)).map(drop)
+        self.kernels.load(Variant::second(terms, tensors, &sizes, &cut, self.cast_q)).map(drop)
     }
 
     fn cut(&self, terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Cut {
@@ -176,7 +185,7 @@ impl AttentionEngine {
     /// `overlap`: the kernel in front on the stream is the cast of this call.
     fn launch_attention(&self, stream: &Stream, call: &Call, overlap: bool) -> Result<()> {
         let Call { terms, tensors, sizes, header, operands: [at_q, at_k, at_v], cut, .. } = *call;
-        let forward = self.kernels.load(Variant::second(terms, tensors, &sizes, &cut))?;
+        let forward = self.kernels.load(Variant::second(terms, tensors, &sizes, &cut, self.cast_q))?;
         let tile = cut.tile;
         // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise, or are saved views.
         let rows = |at, shape| unsafe { View::new(at, Element::E4m3, shape, row_strides(shape)) };
@@ -216,8 +225,16 @@ impl AttentionEngine {
         let row_max = tensors.saved.and_then(|saved| saved.row_max).map_or(0, |x| x.ptr().0);
         // Kernels that keep no row_max have no place for it: theirs are the bytes in front.
         let mut given = params::ForwardWithRowMax { forward: params, row_max };
-        let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut given).cast()];
-        // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
+        // Kernels that do not cast the queries do not have the last.
+        let mut query_cast = query_cast(tensors, &sizes);
+        let parameters = &mut [
+            (&raw mut q).cast(),
+            (&raw mut k).cast(),
+            (&raw mut v).cast(),
+            (&raw mut given).cast(),
+            (&raw mut query_cast).cast(),
+        ];
+        // SAFETY: 1. three maps and the structs are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
         unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }?;
         match cut.split {
@@ -284,7 +301,7 @@ impl AttentionEngine {
     }
 
     fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
-        let Call { terms, tensors: t, sizes, header, .. } = call;
+        let Call { terms, tensors: t, sizes, header, cut, .. } = call;
         let (heads_q, heads_kv) = (sizes.n_q_heads, sizes.n_kv_heads);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
@@ -306,8 +323,12 @@ impl AttentionEngine {
             v_f16: (t.accumulator == PvAccumulator::F16).into(),
             table_rows: t.rope.map_or(0, |r| r.cosine.extents()[0] as i32),
         };
+        // Queries that the attention casts have no blocks here.
+        let apart = Variant::second(terms, t, sizes, cut, self.cast_q).casts_q();
+        let (heads_q, len_q) = if apart { (0, 0) } else { (heads_q, sizes.len_q) };
+        params.q.heads = heads_q as i32;
         let blocks = heads_q.div_ceil(CAST_HEADS) + 2 * heads_kv.div_ceil(CAST_HEADS);
-        let mut groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
+        let mut groups = len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
         let mut grid = ((blocks * groups) as u32, sizes.batch as u32, 1);
         if terms.sequences.is_some() {
             // All rows are one axis, and a block makes the list of tiles.
@@ -385,6 +406,19 @@ impl AttentionEngine {
             heads: heads as i32,
             ..Zeroable::zeroed()
         }
+    }
+}
+
+/// What a kernel that casts the queries needs of them.
+fn query_cast(t: &Tensors, sizes: &AttentionShape) -> params::QueryCast {
+    params::QueryCast {
+        q: t.q.ptr().0,
+        strides: outer_strides(&t.q),
+        cosine: t.rope.map_or(0, |r| r.cosine.ptr().0),
+        sine: t.rope.map_or(0, |r| r.sine.ptr().0),
+        positions: t.rope.and_then(|r| r.positions).map_or(0, |p| p.ptr().0),
+        rotary: t.rope.map_or(0, |r| r.rotary() as i32),
+        q_start: sizes.len_k as i32 - sizes.len_q as i32,
     }
 }
 

@@ -212,6 +212,20 @@ pub(super) struct Cast {
 }
 const _: () = assert!(size_of::<Cast>() == 296, "the kernel asserts the same");
 
+/// `QueryCast` of `kernels/attention/query_cast.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct QueryCast {
+    pub q: u64,
+    pub strides: [i64; 3],
+    pub cosine: u64,
+    pub sine: u64,
+    pub positions: u64,
+    pub rotary: i32,
+    pub q_start: i32,
+}
+const _: () = assert!(size_of::<QueryCast>() == 64, "the kernel asserts the same");
+
 /// Batch, row and head strides of a tensor whose last dimension is contiguous.
 pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {
     let s = x.unit_free_strides();

@@ -70,6 +70,8 @@ pub(super) enum Variant {
         /// The largest P of each row is kept.
         row_max: bool,
         features: Features,
+        /// 1 more than the number of the rotation, where the kernel casts the queries.
+        cast_q: u32,
     },
     /// Parts of a split call, masked or not. `rolled`: of few tiles.
     Parts {
@@ -113,9 +115,19 @@ impl kernels::Variant for Variant {
         let arch = Arch::SM90A;
         match self {
             Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features } => {
-                let (causal, out_e4m3, row_max) = (true, false, false);
-                let forward =
-                    Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features };
+                let (causal, out_e4m3, row_max, cast_q) = (true, false, false, 0);
+                let forward = Self::Forward {
+                    dims,
+                    causal,
+                    tile,
+                    pv,
+                    telemetry,
+                    logits_e4m3,
+                    out_e4m3,
+                    row_max,
+                    features,
+                    cast_q,
+                };
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { columns, padded, features } => {
@@ -124,7 +136,7 @@ impl kernels::Variant for Variant {
                 let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
                 features.define(request)
             }
-            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features } => {
+            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features, cast_q } => {
                 let request = define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded);
                 let request = features
                     .define(pv.define(request))
@@ -135,6 +147,7 @@ impl kernels::Variant for Variant {
                     .define("TELEMETRY", u8::from(telemetry))
                     .define("LOGITS_E4M3", u8::from(logits_e4m3))
                     .define("OUT_E4M3", u8::from(out_e4m3));
+                let request = if cast_q == 0 { request } else { request.define("CAST_Q", cast_q) };
                 if row_max { request.define("ROW_MAX", 1) } else { request }
             }
             Self::Cast { d_head, d_v, input, rope, features } => {
@@ -179,8 +192,8 @@ impl Variant {
         }
     }
 
-    /// What a checked call launches then.
-    pub(super) fn second(terms: &Terms, tensors: &Tensors, sizes: &AttentionShape, cut: &Cut) -> Self {
+    /// What a checked call launches then. `cast_q`: it casts queries, where it can.
+    pub(super) fn second(terms: &Terms, tensors: &Tensors, sizes: &AttentionShape, cut: &Cut, cast_q: bool) -> Self {
         let (dims, logits_e4m3) = (sizes.head_dims(), tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
         let (causal, features) = terms.features(sizes);
@@ -196,7 +209,17 @@ impl Variant {
         }
         let pv = pv(Some(tile));
         let row_max = tensors.has_row_max();
-        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features }
+        // Statistics of q and saved operands are the cast's.
+        let castable = tensors.q.element() == Element::Bf16 && tensors.saved.is_none() && !(telemetry || logits_e4m3);
+        let whole_rows = [64, 128].contains(&sizes.d_head) && sizes.d_v == sizes.d_head && pv == Pv::Promote;
+        let plain = whole_rows && !(features.windowed() || features.soft_cap || features.sink || out_e4m3);
+        let cast_q = if cast_q && castable && plain { 1 + rope_number(tensors.rope.as_ref()) } else { 0 };
+        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features, cast_q }
+    }
+
+    /// Whether the attention kernel casts the queries.
+    pub(super) fn casts_q(self) -> bool {
+        matches!(self, Self::Forward { cast_q, .. } if cast_q != 0)
     }
 
     /// What joins the parts of a split call.
@@ -248,6 +271,7 @@ pub fn attention_variants() -> Vec<Request> {
         }
         all.extend(featured(dims));
         all.extend(with_row_max(dims));
+        all.extend(with_query_cast(dims, 1));
     }
     for (qk, v, padded) in [(96, 96, false), (192, 128, false), (256, 256, true)] {
         let dims = HeadDims { qk, v, padded };
@@ -278,7 +302,7 @@ fn parts(dims: HeadDims, accumulator: PvAccumulator, how: [bool; 3], features: F
 fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4], features: Features) -> Variant {
     let [causal, telemetry, logits_e4m3, out_e4m3] = how;
     let pv = Pv::of(accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, Some(tile));
-    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max: false, features }
+    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max: false, features, cast_q: 0 }
 }
 
 /// The forwards in F16 that keep each row's largest P.
@@ -298,8 +322,22 @@ fn with_row_max(dims: HeadDims) -> Vec<Variant> {
     variants
 }
 
+/// The forwards that cast the queries, with no rotation (1), of halves (2) or of neighbours (3).
+fn with_query_cast(dims: HeadDims, number: u32) -> impl Iterator<Item = Variant> {
+    let accumulator = PvAccumulator::default();
+    let tiles = Tile::all(dims, false, accumulator).into_iter();
+    tiles.flat_map(|tile| [(tile, false), (tile, true)]).map(move |(tile, causal)| {
+        let mut variant = whole(dims, tile, accumulator, [causal, false, false, false], Features::default());
+        if let Variant::Forward { cast_q, .. } = &mut variant {
+            *cast_q = number;
+        }
+        variant
+    })
+}
+
 /// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room
-/// for one set of logits beside O and the sums of a tile, or every feature is there at once.
+/// for one set of logits beside O and the sums of a tile, or every feature is there at once; and the idle warps that rotate queries and
+/// cast them, for which no product waits.
 pub fn spilling_variants() -> Vec<(Request, u32)> {
     let varlen = Features { varlen: true, ..Features::default() };
     let sink = Features { sink: true, ..varlen };
@@ -332,7 +370,11 @@ pub fn spilling_variants() -> Vec<(Request, u32)> {
         let dims = HeadDims { qk, v, padded: false };
         (parts(dims, accumulator, [telemetry, logits_e4m3, false], features).request(), spills)
     };
-    all.into_iter().map(of).collect()
+    let casts = [(64, 2, 52), (64, 3, 64), (128, 2, 8), (128, 3, 8)].into_iter().flat_map(|(d, number, spills)| {
+        let dims = HeadDims { qk: d, v: d, padded: false };
+        with_query_cast(dims, number).map(move |variant| (variant.request(), spills))
+    });
+    all.into_iter().map(of).chain(casts).collect()
 }
 
 /// Windows, sequences of unequal length, soft-caps and sinks, alone and together.

@@ -7,6 +7,7 @@ mod calls;
 mod dims;
 mod errors;
 mod paged;
+mod query_cast;
 mod random;
 mod split;
 
@@ -32,6 +33,7 @@ use paged::{
     decoding_over_pages_is_plain_attention, drafts_and_chunks_over_pages_are_plain_attention,
     pages_repeat_bit_for_bit_and_from_a_graph, wrong_tables_are_named_and_harm_nothing,
 };
+use query_cast::queries_cast_inside_are_those_of_the_cast;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -72,6 +74,7 @@ tests![
     a_graph_follows_the_lengths,
     casts_of_sequences_count_by_the_descale_of_their_entry,
     random_shapes,
+    queries_cast_inside_are_those_of_the_cast,
     gradients_are_the_cpus,
     rows_that_see_nothing_have_zero_gradients,
     nan_stays_in_its_row_and_head,

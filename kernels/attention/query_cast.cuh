@@ -1,0 +1,142 @@
+// Queries from BF16 to E4M3 inside the attention kernel (CAST_Q), by the three warps of the producer's warpgroup that issue no
+// copies: rotation, descale and rounding of cast_qkv.cu, to the same bits. They run ahead of the consumers by the stages of Q.
+//
+// The producer hands them a work item (`q_item`) as it would hand it to its consumer. They bring its rows into shared memory by
+// asynchronous copies, each lane into places that it alone reads, so that all rows of a consumer are in flight at once without
+// registers; write them in the swizzle in which the copy engine would; and complete `q_full` by their arrivals.
+#pragma once
+#include "attention/params.cuh"
+#include "attention/pipeline.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+
+// Written by the host byte for byte (src/device/attention/params.rs).
+struct QueryCast {
+  const u16* q;                     // BF16, [batch, len_q, heads_q, dim] by the strides below
+  i64 stride_batch, stride_row, stride_head;  // multiples of 8
+  const float* cosine;              // [positions, rotary / 2]
+  const float* sine;
+  const int* positions;             // [batch, len_k], or null: the row's index
+  int rotary;                       // rotated leading dims, a multiple of 8
+  int q_start;                      // position of the first query among the keys
+};
+static_assert(sizeof(QueryCast) == 64, "the host writes this layout");
+
+namespace {
+
+constexpr bool kRotates = CAST_Q > 1, kHalves = CAST_Q == 2;  // 2: c with c + rotary / 2, 3: 2 c with 2 c + 1
+
+// A thread's row of the first that the warps take at once, and its eight dims: four, and four more. Halves that rotate against each
+// other are in one thread.
+// NOTES: read anew at each use, since the producer's warpgroup has 32 or 40 registers a thread.
+struct Piece {
+  int row, number;
+  u32 staging;  // of its 16 bytes on their way, from step to step 16 bytes for each thread of the warps
+  bool rotated;
+  int low, high;
+  __device__ __forceinline__ explicit Piece(const QueryCast& c) {
+    const int thread = ptx::thread_index() - 128 * kConsumers - 32;
+    row = thread / kCastPieces, number = thread % kCastPieces;
+    staging = kOffsetCast + 16 * thread;
+    rotated = kRotates && 8 * number < c.rotary;
+    const bool halves = kHalves && rotated;
+    low = halves ? 4 * number : 8 * number, high = halves ? low + c.rotary / 2 : low + 4;
+  }
+};
+
+// 1 / x as the compiler divides where neither is subnormal. NOTES: its routine for the others costs registers wherever it is not called.
+__device__ __forceinline__ float reciprocal(float x) {
+  const float r = ptx::rcp_approx(x);
+  return fabsf(r) < __int_as_float(0x7f800000) && r != 0.0f ? fmaf(r, fmaf(-x, r, 1.0f), r) : r;
+}
+
+// Rotates two of a lane's four pairs, as `rotate` of cast.cuh.
+__device__ __forceinline__ void rotate_pairs(float (&x)[8], const float2& cosine, const float2& sine, int first) {
+  constexpr int kStep = kHalves ? 1 : 2, kPair = kHalves ? 4 : 1;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int i = first + j;
+    const float e = x[kStep * i], o = x[kStep * i + kPair], cos = j == 0 ? cosine.x : cosine.y, sin = j == 0 ? sine.x : sine.y;
+    x[kStep * i] = fmaf(e, cos, -o * sin);
+    x[kStep * i + kPair] = fmaf(o, cos, e * sin);
+  }
+}
+
+// Where byte `column` of a row lies in a tile of queries: its pieces of 16 bytes are swizzled by the row.
+__device__ __forceinline__ u32 swizzled(int row, int column) {
+  const u32 at = row * kRun + column;
+  return at ^ (at >> 3 & (kRun == 128 ? 0x70 : 0x30));
+}
+
+// The rows of one consumer's work item, to shared memory at `to`; `base`: of shared memory.
+__device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, const Tile& tile, u32 base, u32 to) {
+  constexpr int kStride = kCastRows * kCastWarps, kBytes = 512 * kCastWarps;  // from step to step
+  {
+    const Piece piece(c);
+    const u16* from = c.q + tile.batch * c.stride_batch + tile.head * c.stride_head + (tile.row + piece.row) * c.stride_row;
+    int rows = min(kRows, p.len_q - tile.row) - piece.row;
+#pragma unroll 1
+    for (int step = 0; step < kCastSteps; step++, rows -= kStride, from += kStride * c.stride_row) {
+      const u32 place = base + piece.staging + kBytes * step;
+      if (kHalves) {
+        ptx::copy_async<8>(place, from + piece.low, rows > 0);
+        ptx::copy_async<8>(place + 8, from + piece.high, rows > 0);
+      } else {
+        ptx::copy_async<16>(place, from + piece.low, rows > 0);
+      }
+    }
+  }
+  const int kv_head = tile.head / (p.heads_q / p.heads_kv);
+  const float to_units = reciprocal(p.q_descale[tile.batch * p.q_descale_batch + kv_head * p.q_descale_head]);
+  ptx::copy_async_wait();
+#pragma unroll 1
+  for (int step = 0; step < kCastSteps; step++) {
+    const Piece piece(c);
+    const int row = piece.row + kStride * step;
+    if (row >= kRows) break;
+    const uint4 raw = ptx::ld_shared_v4(base + piece.staging + kBytes * step);
+    float x[8] = {ptx::bf16_low(raw.x), ptx::bf16_high(raw.x), ptx::bf16_low(raw.y), ptx::bf16_high(raw.y),
+                  ptx::bf16_low(raw.z), ptx::bf16_high(raw.z), ptx::bf16_low(raw.w), ptx::bf16_high(raw.w)};
+    if (piece.rotated && tile.row + row < p.len_q) {
+      int position = tile.row + row + c.q_start;
+      if (c.positions != nullptr) position = c.positions[(i64)tile.batch * p.len_k + position];
+      const i64 at = (i64)position * (c.rotary / 2) + 4 * piece.number;
+#pragma unroll
+      for (int k = 0; k < 4; k += 2)
+        rotate_pairs(x, *reinterpret_cast<const float2*>(c.cosine + at + k), *reinterpret_cast<const float2*>(c.sine + at + k), k);
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k++) x[k] *= to_units;
+    const u32 low = ptx::e4m3x4(x[0], x[1], x[2], x[3]), high = ptx::e4m3x4(x[4], x[5], x[6], x[7]);
+    if (kHalves) {
+      ptx::st_shared_u32(to + swizzled(row, piece.low), low);
+      ptx::st_shared_u32(to + swizzled(row, piece.high), high);
+    } else {
+      ptx::st_shared_v2(to + swizzled(row, piece.low), low, high);
+    }
+  }
+}
+
+// The loop of the warps behind the producer's, which hands out `work`.
+template <class Item>
+__device__ __forceinline__ void cast_queries(const Params& p, const QueryCast& c, const Pipeline& pipeline, const Item* work) {
+  Ring<kQStages> q;
+  bool more = true;
+  while (more) {
+#pragma unroll 1
+    for (int w = 0; w < kConsumers; w++) {
+      ptx::mbarrier_wait_uniform(pipeline.q_item(q.index, w), q.parity);
+      const Tile& tile = work[q.index * kConsumers + w].tile;
+      more = tile.key_tiles >= 0;
+      if (more) cast_tile(p, c, tile, pipeline.base, pipeline.q(q.index, w));
+      // The products read what the lanes have written
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (ptx::thread_index() % 32 == 0) ptx::mbarrier_arrive(pipeline.q_full(q.index, w));
+    }
+    q.advance();
+  }
+}
+
+}  // namespace
