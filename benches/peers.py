@@ -358,8 +358,9 @@ class CudnnBf16:
 
 
 def cast_then(maker, how, rotated=False):
-    """An FP8 peer from BF16: casts by torch.compile, by given scales (`cast`) or by each tensor's own maximum (`current`).
-    `rotated`: q and k are turned in the same compiled function. `how` none: a peer in BF16, with nothing but the turn."""
+    """An FP8 peer from BF16: casts by torch.compile, by given scales (`cast`) or by each tensor's own maximum
+    (`current`). `rotated`: q and k are turned in the same compiled function. `how` none: a peer in BF16, with nothing
+    but the turn."""
 
     def make(case, sets):
         inputs, one, tables = case.operands(sets), torch.ones((), device="cuda"), ()
@@ -639,7 +640,7 @@ def main():
     parser.add_argument("--seqlens", help="comma separated")
     parser.add_argument("--tokens", type=int, default=16384, help="batch = max(1, tokens / seqlen)")
     parser.add_argument("--causal", default="0,1", help="0: full, 1: causal")
-    parser.add_argument("--rope", action="store_true", help="of from-bf16: q and k come before RoPE, which the casts do")
+    parser.add_argument("--rope", action="store_true", help="of from-bf16: q and k come before RoPE")
     parser.add_argument("--kernels", nargs="*", help="these contenders alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of each contender in each round")

@@ -138,7 +138,8 @@ static_assert(kTelemetry || !kLogitsE4m3, "overflow must not go unseen");
 static_assert(!kRolled || (kSplitKv && kDoubleLogits), "the rolled loop is a form of the double-buffered one");
 static_assert((!kWindow || kCausal) && (!kVarlen || kWindow), "the form in which windows are compiled");
 static_assert(!kPaged || !(kVarlen || kSoftCap), "pages have a schedule of their own");
-static_assert(!kCastQ || ((kDim == 64 || kDim == 128) && !(kSplitKv || kWindow || kTelemetry)), "the form in which queries are cast");
+static_assert(!kCastQ || kDim == 64 || kDim == 128, "queries are cast in whole swizzle rows");
+static_assert(!kCastQ || !(kSplitKv || kWindow || kTelemetry), "the form in which queries are cast");
 static_assert(!kPaged || (kSplitKv && kDoubleLogits && kPv == Pv::Promote), "the form in which pages are compiled");
 static_assert(kPaged || !kVRows, "values are rows in pages alone");
 static_assert(!kSplitKv || (kCausal && kConsumers == 2 && !kOutE4m3), "the form in which splits are compiled");
@@ -159,15 +160,16 @@ constexpr bool kValueMatrices = kValueDim > 128 || kPadded;
 constexpr int kFlushBytes = kPv == Pv::Flush ? kConsumers * kRows * kValueDim * 4 : 0;
 constexpr int kWorkBytes = kVarlen ? 64 : kPaged ? 48 : 32;
 constexpr int kStagingStages = kVRows ? 3 : 0;
-// Queries on their way through the idle warps (CAST_Q): a warp takes so many rows at once, a lane 8 dims of one, 16 bytes; in so many
-// steps the warps take the rows of a consumer, each lane from and to a place of its own.
+// Queries on their way through the idle warps (CAST_Q): a warp takes so many rows at once, a lane 8 dims of one, 16
+// bytes; in so many steps the warps take the rows of a consumer. Each lane has a place of its own for each step.
 constexpr int kCastWarps = 3, kCastPieces = kDim / 8, kCastRows = 32 / kCastPieces;
 constexpr int kCastSteps = ceil_div(kRows, kCastRows * kCastWarps);
 constexpr int kCastBytes = kCastQ ? kCastWarps * kCastSteps * 512 : 0;
 // As many stages as fit, up to those asked for; a second one of Q where two of K and V fit beside it.
 constexpr int kMaxSharedBytes = 232448, kSlackBytes = 1024;  // of one multiprocessor; aligns the swizzle atoms
 __host__ __device__ constexpr int barrier_bytes(int q_stages, int kv_stages) {
-  return ceil_div(8 * ((kCastQ ? 3 : 2) * q_stages * kConsumers + 4 * kv_stages), 16) * 16 + kWorkBytes * q_stages * kConsumers;
+  const int barriers = (kCastQ ? 3 : 2) * q_stages * kConsumers + 4 * kv_stages;
+  return ceil_div(8 * barriers, 16) * 16 + kWorkBytes * q_stages * kConsumers;
 }
 __host__ __device__ constexpr bool fits(int q_stages, int kv_stages) {
   return q_stages * kConsumers * kQBytes + kv_stages * (kTileBytes + kValueBytes) + kFlushBytes + barrier_bytes(q_stages, kv_stages) +
@@ -189,7 +191,8 @@ constexpr int kOffsetStagingBarriers = kOffsetStaging + kStagingStages * kTileBy
 // Rows of the output on their way, 16 of each consumer warp, where there is room for them: the copy engine writes them.
 // NOTES: 16 bytes longer than they are, which spreads a column of them over the banks.
 constexpr int kOutRow = 2 * kValueDim + 16;
-constexpr int kOffsetCast = kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 16) * 16;
+constexpr int kWorkEnd = ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 16) * 16;
+constexpr int kOffsetCast = kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : kWorkEnd;
 constexpr int kOffsetOut = kOffsetCast + kCastBytes;
 constexpr int kOutBytes = kConsumers * kRows * kOutRow;
 constexpr bool kBulkStore = !(kOutE4m3 || kSplitKv || kPadded) && kOffsetOut + kOutBytes + kSlackBytes <= kMaxSharedBytes;
@@ -204,6 +207,7 @@ constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters, "register file");
 // The producer keeps one ring for K and V and no quotient in registers, where it would spill otherwise.
-constexpr bool kShortProducer = kCastQ || (kLogitsE4m3 && kDim == 128 && kConsumers == 3) || kWindow || kRuns > 1 || (kConsumers == 3 && kValueMatrices);
+constexpr bool kShortProducer = kCastQ || (kLogitsE4m3 && kDim == 128 && kConsumers == 3) || kWindow || kRuns > 1 ||
+                                (kConsumers == 3 && kValueMatrices);
 
 }  // namespace

@@ -1,9 +1,11 @@
-// Queries from BF16 to E4M3 inside the attention kernel (CAST_Q), by the three warps of the producer's warpgroup that issue no
-// copies: rotation, descale and rounding of cast_qkv.cu, to the same bits. They run ahead of the consumers by the stages of Q.
+// Queries from BF16 to E4M3 inside the attention kernel (CAST_Q), by the three warps of the producer's warpgroup that
+// issue no copies: rotation, descale and rounding of cast_qkv.cu, to the same bits. They run ahead of the consumers
+// by the stages of Q.
 //
-// The producer hands them a work item (`q_item`) as it would hand it to its consumer. They bring its rows into shared memory by
-// asynchronous copies, each lane into places that it alone reads, so that all rows of a consumer are in flight at once without
-// registers; write them in the swizzle in which the copy engine would; and complete `q_full` by their arrivals.
+// The producer hands them a work item (`q_item`) as it would hand it to its consumer. They bring its rows into shared
+// memory by asynchronous copies, each lane into places that it alone reads, so that all rows of a consumer are in
+// flight at once without registers. Then they write them in the swizzle in which the copy engine would, and their
+// arrivals complete `q_full`.
 #pragma once
 #include "attention/params.cuh"
 #include "attention/pipeline.cuh"
@@ -27,8 +29,8 @@ namespace {
 
 constexpr bool kRotates = CAST_Q > 1, kHalves = CAST_Q == 2;  // 2: c with c + rotary / 2, 3: 2 c with 2 c + 1
 
-// A thread's row of the first that the warps take at once, and its eight dims: four, and four more. Halves that rotate against each
-// other are in one thread.
+// A thread's row of the first that the warps take at once, and its eight dims: four, and four more. Halves that rotate
+// against each other are in one thread.
 // NOTES: read anew at each use, since the producer's warpgroup has 32 or 40 registers a thread.
 struct Piece {
   int row, number;
@@ -45,7 +47,8 @@ struct Piece {
   }
 };
 
-// 1 / x as the compiler divides where neither is subnormal. NOTES: its routine for the others costs registers wherever it is not called.
+// 1 / x as the compiler divides where neither is subnormal.
+// NOTES: its routine for the others costs registers, also where it is not called.
 __device__ __forceinline__ float reciprocal(float x) {
   const float r = ptx::rcp_approx(x);
   return fabsf(r) < __int_as_float(0x7f800000) && r != 0.0f ? fmaf(r, fmaf(-x, r, 1.0f), r) : r;
@@ -57,7 +60,8 @@ __device__ __forceinline__ void rotate_pairs(float (&x)[8], const float2& cosine
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int i = first + j;
-    const float e = x[kStep * i], o = x[kStep * i + kPair], cos = j == 0 ? cosine.x : cosine.y, sin = j == 0 ? sine.x : sine.y;
+    const float e = x[kStep * i], o = x[kStep * i + kPair];
+    const float cos = j == 0 ? cosine.x : cosine.y, sin = j == 0 ? sine.x : sine.y;
     x[kStep * i] = fmaf(e, cos, -o * sin);
     x[kStep * i + kPair] = fmaf(o, cos, e * sin);
   }
@@ -74,7 +78,8 @@ __device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, c
   constexpr int kStride = kCastRows * kCastWarps, kBytes = 512 * kCastWarps;  // from step to step
   {
     const Piece piece(c);
-    const u16* from = c.q + tile.batch * c.stride_batch + tile.head * c.stride_head + (tile.row + piece.row) * c.stride_row;
+    const u16* from = c.q + tile.batch * c.stride_batch + tile.head * c.stride_head;
+    from += (tile.row + piece.row) * c.stride_row;
     int rows = min(kRows, p.len_q - tile.row) - piece.row;
 #pragma unroll 1
     for (int step = 0; step < kCastSteps; step++, rows -= kStride, from += kStride * c.stride_row) {
@@ -104,7 +109,8 @@ __device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, c
       const i64 at = (i64)position * (c.rotary / 2) + 4 * piece.number;
 #pragma unroll
       for (int k = 0; k < 4; k += 2)
-        rotate_pairs(x, *reinterpret_cast<const float2*>(c.cosine + at + k), *reinterpret_cast<const float2*>(c.sine + at + k), k);
+        rotate_pairs(x, *reinterpret_cast<const float2*>(c.cosine + at + k),
+                     *reinterpret_cast<const float2*>(c.sine + at + k), k);
     }
 #pragma unroll
     for (int k = 0; k < 8; k++) x[k] *= to_units;
@@ -120,7 +126,8 @@ __device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, c
 
 // The loop of the warps behind the producer's, which hands out `work`.
 template <class Item>
-__device__ __forceinline__ void cast_queries(const Params& p, const QueryCast& c, const Pipeline& pipeline, const Item* work) {
+__device__ __forceinline__ void cast_queries(const Params& p, const QueryCast& c, const Pipeline& pipeline,
+                                             const Item* work) {
   Ring<kQStages> q;
   bool more = true;
   while (more) {

@@ -31,8 +31,11 @@ __device__ __forceinline__ void st_shared_v4(u32 address, u32 a, u32 b, u32 c, u
 // 8 or 16 bytes from global to shared memory, zeros unless `real`; the thread that began its copies waits for them all.
 template <int Bytes> __device__ __forceinline__ void copy_async(u32 to, const void* from, bool real) {
   static_assert(Bytes == 8 || Bytes == 16, "widths that are used");
-  if constexpr (Bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
+  const int bytes = real ? Bytes : 0;
+  if constexpr (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -86,8 +86,8 @@ impl Cuda {
         Self { engine: self.engine.with_split(split) }
     }
 
-    /// Whether the attention kernel casts queries in BF16 itself, where it can ([`AttentionEngine::with_query_cast`]); off by
-    /// default.
+    /// Whether the attention kernel casts queries in BF16 itself, where it can
+    /// ([`AttentionEngine::with_query_cast`]); off by default.
     pub fn with_query_cast(self, cast_q: bool) -> Self {
         Self { engine: self.engine.with_query_cast(cast_q) }
     }

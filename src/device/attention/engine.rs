@@ -101,9 +101,12 @@ impl AttentionEngine {
         self
     }
 
-    /// Whether the attention kernel casts and rotates queries in BF16 itself, instead of the cast in front of it; off by default.
-    /// It does where heads have 64 or 128 dimensions and P V is promoted to f32 after every tile, in calls that are not split, have
-    /// no windows, sequences, soft-cap or sinks, write BF16, and want neither statistics nor saved operands. Results have the same bits.
+    /// Whether the attention kernel casts and rotates queries in BF16 itself, instead of the cast in front of it; off
+    /// by default. Results have the same bits.
+    ///
+    /// It does so where heads have 64 or 128 dimensions, P V is promoted to f32 after every tile and the output is
+    /// BF16, in calls that are not split, have no windows, sequences, soft-cap or sinks, and want neither statistics
+    /// nor saved operands. Other calls leave queries to the cast.
     pub fn with_query_cast(mut self, cast_q: bool) -> Self {
         self.cast_q = cast_q;
         self

@@ -335,9 +335,9 @@ fn with_query_cast(dims: HeadDims, number: u32) -> impl Iterator<Item = Variant>
     })
 }
 
-/// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room
-/// for one set of logits beside O and the sums of a tile, or every feature is there at once; and the idle warps that rotate queries and
-/// cast them, for which no product waits.
+/// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where
+/// telemetry leaves room for one set of logits beside O and the sums of a tile, or every feature is there at once;
+/// and the idle warps that rotate and cast queries, one work item ahead of the products.
 pub fn spilling_variants() -> Vec<(Request, u32)> {
     let varlen = Features { varlen: true, ..Features::default() };
     let sink = Features { sink: true, ..varlen };

@@ -10,8 +10,9 @@ use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
 use sigmascale::cuda::View;
 use sigmascale::device::attention::{Element, Rope};
 
-/// (batch, query heads, KV heads, queries, keys): heads of a group in a block and blocks of rows of one head, ends inside of tiles and
-/// at their halves, queries that stand behind the keys, of which some see none, and one with several work items a block.
+/// (batch, query heads, KV heads, queries, keys): heads of a group in a block and blocks of rows of one head, ends
+/// inside of tiles and at their halves, queries that stand behind the keys, of which some see none, and several work
+/// items a block.
 const SHAPES: [(usize, usize, usize, usize, usize); 10] = [
     (1, 8, 2, 640, 640),
     (2, 3, 3, 512, 512),

@@ -159,7 +159,7 @@ fn draw_sequences(rng: &mut StdRng, shape: &AttentionShape) -> Vec<Sequence> {
 
 /// Memory that serves every case.
 struct Bench {
-    /// Whole, then split.
+    /// Whole, then split where that pays, and else with queries cast by the attention kernel where it can.
     attention: [[Cuda; PROCESSORS.len()]; 2],
     stream: Stream,
     kernels: [Kernel; 3],
@@ -189,8 +189,10 @@ impl Bench {
         let rows = ELEMENTS / 16;
         let stream = device.stream().unwrap();
         Self {
-            attention: [false, true]
-                .map(|split| PROCESSORS.map(|n| Cuda::new(device).unwrap().with_processors(n).with_split(split))),
+            attention: [false, true].map(|split| {
+                let on = |n| Cuda::new(device).unwrap().with_processors(n);
+                PROCESSORS.map(|n| on(n).with_split(split).with_query_cast(split))
+            }),
             kernels,
             codes,
             sinks: device.zeros(24).unwrap(),
