@@ -139,7 +139,7 @@ static_assert(!kRolled || (kSplitKv && kDoubleLogits), "the rolled loop is a for
 static_assert((!kWindow || kCausal) && (!kVarlen || kWindow), "the form in which windows are compiled");
 static_assert(!kPaged || !(kVarlen || kSoftCap), "pages have a schedule of their own");
 static_assert(!kCastQ || kDim == 64 || kDim == 128, "queries are cast in whole swizzle rows");
-static_assert(!kCastQ || !(kSplitKv || kWindow || kTelemetry), "the form in which queries are cast");
+static_assert(!kCastQ || !(kSplitKv || kWindow || kTelemetry || kOutE4m3), "the form in which queries are cast");
 static_assert(!kPaged || (kSplitKv && kDoubleLogits && kPv == Pv::Promote), "the form in which pages are compiled");
 static_assert(kPaged || !kVRows, "values are rows in pages alone");
 static_assert(!kSplitKv || (kCausal && kConsumers == 2 && !kOutE4m3), "the form in which splits are compiled");

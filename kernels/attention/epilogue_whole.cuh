@@ -43,7 +43,7 @@ __device__ __forceinline__ void store(const Params& p, const WorkItem& item, con
   for (int r = 0; r < 2; r++) {
     const int row = item.tile.row + first_row + 8 * r;
     store_row<kOutE4m3 ? Format::E4m3 : Format::Bf16>(out + (item.q_row + row) * p.o_stride_row, row < lengths(p, item).q, o, r, quad,
-                                                      kOutE4m3 ? item.o_quant_scale : 0.0f, p.columns);
+                                                      kOutE4m3 ? item.quant_scale : 0.0f, p.columns);
   }
 }
 
@@ -77,7 +77,7 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   item.tile = {load_uniform(c.slot(c.item).tile.batch), load_uniform(c.slot(c.item).tile.head), load_uniform(c.slot(c.item).tile.row), 0};
   item.logit_scale = load_uniform(c.slot(c.item).logit_scale);
   item.v_descale = load_uniform(c.slot(c.item).v_descale);
-  if constexpr (kOutE4m3) item.o_quant_scale = load_uniform(c.slot(c.item).o_quant_scale);
+  if constexpr (kOutE4m3) item.quant_scale = load_uniform(c.slot(c.item).quant_scale);
   load_rows(c, item);
   release_item(c);
 

@@ -47,13 +47,6 @@ struct Piece {
   }
 };
 
-// 1 / x as the compiler divides where neither is subnormal.
-// NOTES: its routine for the others costs registers, also where it is not called.
-__device__ __forceinline__ float reciprocal(float x) {
-  const float r = ptx::rcp_approx(x);
-  return fabsf(r) < __int_as_float(0x7f800000) && r != 0.0f ? fmaf(r, fmaf(-x, r, 1.0f), r) : r;
-}
-
 // Rotates two of a lane's four pairs, as `rotate` of cast.cuh.
 __device__ __forceinline__ void rotate_pairs(float (&x)[8], const float2& cosine, const float2& sine, int first) {
   constexpr int kStep = kHalves ? 1 : 2, kPair = kHalves ? 4 : 1;
@@ -74,14 +67,17 @@ __device__ __forceinline__ u32 swizzled(int row, int column) {
 }
 
 // The rows of one consumer's work item, to shared memory at `to`; `base`: of shared memory.
-__device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, const Tile& tile, u32 base, u32 to) {
+template <class Item>
+__device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, const Item& item, u32 base, u32 to) {
   constexpr int kStride = kCastRows * kCastWarps, kBytes = 512 * kCastWarps;  // from step to step
+  constexpr int kUnroll = kRotates ? 1 : kCastSteps;  // NOTES: as registers allow
+  const Tile& tile = item.tile;
   {
     const Piece piece(c);
     const u16* from = c.q + tile.batch * c.stride_batch + tile.head * c.stride_head;
     from += (tile.row + piece.row) * c.stride_row;
     int rows = min(kRows, p.len_q - tile.row) - piece.row;
-#pragma unroll 1
+#pragma unroll (kUnroll)
     for (int step = 0; step < kCastSteps; step++, rows -= kStride, from += kStride * c.stride_row) {
       const u32 place = base + piece.staging + kBytes * step;
       if (kHalves) {
@@ -92,14 +88,21 @@ __device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, c
       }
     }
   }
-  const int kv_head = tile.head / (p.heads_q / p.heads_kv);
-  const float to_units = reciprocal(p.q_descale[tile.batch * p.q_descale_batch + kv_head * p.q_descale_head]);
+  const float to_units = item.quant_scale;
+  // Where the first steps write. After 24 rows the swizzle repeats
+  constexpr int kPeriod = 24 / kStride;
+  u32 places[kPeriod];
+#pragma unroll
+  for (int i = 0; i < kPeriod && !kRotates; i++) {
+    const Piece piece(c);
+    places[i] = to + swizzled(piece.row + kStride * i, piece.low);
+  }
   ptx::copy_async_wait();
-#pragma unroll 1
+#pragma unroll (kUnroll)
   for (int step = 0; step < kCastSteps; step++) {
     const Piece piece(c);
     const int row = piece.row + kStride * step;
-    if (row >= kRows) break;
+    if (step == kCastSteps - 1 && row >= kRows) break;
     const uint4 raw = ptx::ld_shared_v4(base + piece.staging + kBytes * step);
     float x[8] = {ptx::bf16_low(raw.x), ptx::bf16_high(raw.x), ptx::bf16_low(raw.y), ptx::bf16_high(raw.y),
                   ptx::bf16_low(raw.z), ptx::bf16_high(raw.z), ptx::bf16_low(raw.w), ptx::bf16_high(raw.w)};
@@ -118,8 +121,10 @@ __device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, c
     if (kHalves) {
       ptx::st_shared_u32(to + swizzled(row, piece.low), low);
       ptx::st_shared_u32(to + swizzled(row, piece.high), high);
-    } else {
+    } else if (kRotates) {
       ptx::st_shared_v2(to + swizzled(row, piece.low), low, high);
+    } else {
+      ptx::st_shared_v2(places[step % kPeriod] + step / kPeriod * 24 * kRun, low, high);
     }
   }
 }
@@ -134,9 +139,9 @@ __device__ __forceinline__ void cast_queries(const Params& p, const QueryCast& c
 #pragma unroll 1
     for (int w = 0; w < kConsumers; w++) {
       ptx::mbarrier_wait_uniform(pipeline.q_item(q.index, w), q.parity);
-      const Tile& tile = work[q.index * kConsumers + w].tile;
-      more = tile.key_tiles >= 0;
-      if (more) cast_tile(p, c, tile, pipeline.base, pipeline.q(q.index, w));
+      const Item& item = work[q.index * kConsumers + w];
+      more = item.tile.key_tiles >= 0;
+      if (more) cast_tile(p, c, item, pipeline.base, pipeline.q(q.index, w));
       // The products read what the lanes have written
       ptx::fence_proxy_async();
       __syncwarp();

@@ -15,6 +15,7 @@
 #include "attention/mask.cuh"
 #include "attention/pipeline.cuh"
 #include "ptx/launch.cuh"
+#include "ptx/math.cuh"
 #include "ptx/tma.cuh"
 
 namespace {
@@ -28,6 +29,13 @@ __device__ __forceinline__ float checked_scale(float scale) {
 // minus infinity times zero is NaN; it changes no other product.
 __device__ __forceinline__ float logit_scale(float softmax_scale, float q_descale, float k_descale) {
   return checked_scale(fmaf(softmax_scale * q_descale, k_descale, 1.17549435e-38f));
+}
+
+// 1 / x as the compiler divides where neither is subnormal.
+// NOTES: its routine for the others costs registers, also where it is not called.
+__device__ __forceinline__ float reciprocal(float x) {
+  const float r = ptx::rcp_approx(x);
+  return fabsf(r) < __int_as_float(0x7f800000) && r != 0.0f ? fmaf(r, fmaf(-x, r, 1.0f), r) : r;
 }
 
 // What a work item has of its sequence: nothing, where all are alike.

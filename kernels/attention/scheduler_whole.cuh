@@ -12,7 +12,7 @@ struct alignas(16) WorkItem : OwnRows {
   Tile tile;
   float logit_scale;    // softmax scale times the descales of Q and K
   float v_descale;
-  float o_quant_scale;  // 1 / descale of an E4M3 output
+  float quant_scale;    // 1 / descale of an E4M3 output, or of queries that are cast here
   int first_key_tile;   // with windows
 };
 static_assert(sizeof(WorkItem) == kWorkBytes, "shared-memory slots");
@@ -88,10 +88,13 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
     item.tile = t;
     if (kWindow) item.first_key_tile = first;
     if (!alive) item.tile.key_tiles = -1;
-    item.logit_scale = logit_scale(p.softmax_scale, p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head],
-                                   p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
+    const float q_descale = p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head];
+    item.logit_scale =
+        logit_scale(p.softmax_scale, q_descale, p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
     item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
-    if constexpr (kOutE4m3) item.o_quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
+    if constexpr (kCastQ) item.quant_scale = reciprocal(q_descale);
+    if constexpr (kOutE4m3)
+      item.quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
 #if CAST_Q  // NOTES: the producer has no registers for unrolled loops, either.
 #pragma unroll 1
 #endif
