@@ -402,6 +402,8 @@ def _casts():
         amax = x.abs().amax().float()
         return (x * (448.0 / amax)).clamp(-448.0, 448.0).to(E4M3), amax
 
+    # Each shape compiles them anew. Past the default limit of 8, PyTorch would run them uncompiled.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     makers = {"cast": cast, "current": current, None: turn}
     return {how: torch.compile(f, dynamic=False) for how, f in makers.items()}
 
