@@ -161,10 +161,11 @@ constexpr int kFlushBytes = kPv == Pv::Flush ? kConsumers * kRows * kValueDim * 
 constexpr int kWorkBytes = kVarlen ? 64 : kPaged ? 48 : 32;
 constexpr int kStagingStages = kVRows ? 3 : 0;
 // Queries on their way through the idle warps (CAST_Q): a warp takes so many rows at once, a lane 8 dims of one, 16
-// bytes; in so many steps the warps take the rows of a consumer. Each lane has a place of its own for each step.
+// bytes; in so many steps the warps take the rows of a consumer, and so many steps are in flight. Each lane has a place
+// of its own for each of these, and where queries are rotated two more, for its cosines and sines.
 constexpr int kCastWarps = 3, kCastPieces = kDim / 8, kCastRows = 32 / kCastPieces;
-constexpr int kCastSteps = ceil_div(kRows, kCastRows * kCastWarps);
-constexpr int kCastBytes = kCastQ ? kCastWarps * kCastSteps * 512 : 0;
+constexpr int kCastSteps = ceil_div(kRows, kCastRows * kCastWarps), kCastAtOnce = CAST_Q > 1 ? 6 : kCastSteps;
+constexpr int kCastBytes = kCastQ ? (CAST_Q > 1 ? 3 : 1) * kCastWarps * kCastAtOnce * 512 : 0;
 // As many stages as fit, up to those asked for; a second one of Q where two of K and V fit beside it.
 constexpr int kMaxSharedBytes = 232448, kSlackBytes = 1024;  // of one multiprocessor; aligns the swizzle atoms
 __host__ __device__ constexpr int barrier_bytes(int q_stages, int kv_stages) {

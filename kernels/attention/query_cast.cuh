@@ -47,14 +47,14 @@ struct Piece {
   }
 };
 
-// Rotates two of a lane's four pairs, as `rotate` of cast.cuh.
-__device__ __forceinline__ void rotate_pairs(float (&x)[8], const float2& cosine, const float2& sine, int first) {
+// Rotates a thread's four pairs, as `rotate` of cast.cuh.
+__device__ __forceinline__ void rotate(float (&x)[8], const uint4& cosines, const uint4& sines) {
   constexpr int kStep = kHalves ? 1 : 2, kPair = kHalves ? 4 : 1;
+  const u32 cosine[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, sine[4] = {sines.x, sines.y, sines.z, sines.w};
 #pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const int i = first + j;
+  for (int i = 0; i < 4; i++) {
     const float e = x[kStep * i], o = x[kStep * i + kPair];
-    const float cos = j == 0 ? cosine.x : cosine.y, sin = j == 0 ? sine.x : sine.y;
+    const float cos = __uint_as_float(cosine[i]), sin = __uint_as_float(sine[i]);
     x[kStep * i] = fmaf(e, cos, -o * sin);
     x[kStep * i + kPair] = fmaf(o, cos, e * sin);
   }
@@ -66,65 +66,71 @@ __device__ __forceinline__ u32 swizzled(int row, int column) {
   return at ^ (at >> 3 & (kRun == 128 ? 0x70 : 0x30));
 }
 
+constexpr int kCastStride = kCastRows * kCastWarps, kCastStepBytes = 512 * kCastWarps;  // rows and bytes of a step
+constexpr int kCastPart = kCastStepBytes * kCastAtOnce;  // bytes of queries, then of cosines, then of sines
+
+// Begins the copies of the steps from `first` on, as many as are in flight. What lies past the last row reads as zero.
+__device__ __forceinline__ void copy_steps(const Params& p, const QueryCast& c, const Tile& tile, u32 base, int first) {
+  const Piece piece(c);
+  const int first_row = piece.row + kCastStride * first;
+  const u16* from = c.q + tile.batch * c.stride_batch + tile.head * c.stride_head;
+  from += (tile.row + first_row) * c.stride_row;
+  int rows = min(kRows, p.len_q - tile.row) - first_row, position = tile.row + first_row + c.q_start;
+  const u8* cosines = reinterpret_cast<const u8*>(c.cosine) + 16 * piece.number;
+  const u8* sines = reinterpret_cast<const u8*>(c.sine) + 16 * piece.number;
+#pragma unroll (kRotates ? 1 : kCastAtOnce)
+  for (int i = 0; i < kCastAtOnce; i++) {
+    const u32 to = base + piece.staging + kCastStepBytes * i;
+    if (kHalves) {
+      ptx::copy_async<8>(to, from + piece.low, rows > 0);
+      ptx::copy_async<8>(to + 8, from + piece.high, rows > 0);
+    } else {
+      ptx::copy_async<16>(to, from + piece.low, rows > 0);
+    }
+    if (piece.rotated) {
+      int listed = position;
+      if (c.positions != nullptr && rows > 0) listed = c.positions[(i64)tile.batch * p.len_k + position];
+      const u64 at = (u64)(u32)listed * (u32)(2 * c.rotary);  // bytes of rows of rotary / 2 f32
+      ptx::copy_async<16>(to + kCastPart, cosines + at, rows > 0);
+      ptx::copy_async<16>(to + 2 * kCastPart, sines + at, rows > 0);
+    }
+    rows -= kCastStride, position += kCastStride, from += kCastStride * c.stride_row;
+  }
+}
+
 // The rows of one consumer's work item, to shared memory at `to`; `base`: of shared memory.
 template <class Item>
 __device__ __forceinline__ void cast_tile(const Params& p, const QueryCast& c, const Item& item, u32 base, u32 to) {
-  constexpr int kStride = kCastRows * kCastWarps, kBytes = 512 * kCastWarps;  // from step to step
-  constexpr int kUnroll = kRotates ? 1 : kCastSteps;  // NOTES: as registers allow
-  const Tile& tile = item.tile;
-  {
+#pragma unroll
+  for (int first = 0; first < kCastSteps; first += kCastAtOnce) {
+    copy_steps(p, c, item.tile, base, first);
+    const float to_units = item.quant_scale;
     const Piece piece(c);
-    const u16* from = c.q + tile.batch * c.stride_batch + tile.head * c.stride_head;
-    from += (tile.row + piece.row) * c.stride_row;
-    int rows = min(kRows, p.len_q - tile.row) - piece.row;
-#pragma unroll (kUnroll)
-    for (int step = 0; step < kCastSteps; step++, rows -= kStride, from += kStride * c.stride_row) {
-      const u32 place = base + piece.staging + kBytes * step;
+    // Where the first steps write. After 24 rows the swizzle repeats
+    constexpr int kPeriod = 24 / kCastStride;
+    u32 places[kPeriod];
+#pragma unroll
+    for (int i = 0; i < kPeriod && !kHalves; i++) places[i] = to + swizzled(piece.row + kCastStride * i, piece.low);
+    ptx::copy_async_wait();
+#pragma unroll
+    for (int i = 0; i < kCastAtOnce; i++) {
+      const int step = first + i;
+      if (step >= kCastSteps - 1 && piece.row + kCastStride * step >= kRows) break;
+      const u32 at = base + piece.staging + kCastStepBytes * i;
+      const uint4 raw = ptx::ld_shared_v4(at);
+      float x[8] = {ptx::bf16_low(raw.x), ptx::bf16_high(raw.x), ptx::bf16_low(raw.y), ptx::bf16_high(raw.y),
+                    ptx::bf16_low(raw.z), ptx::bf16_high(raw.z), ptx::bf16_low(raw.w), ptx::bf16_high(raw.w)};
+      if (piece.rotated) rotate(x, ptx::ld_shared_v4(at + kCastPart), ptx::ld_shared_v4(at + 2 * kCastPart));
+#pragma unroll
+      for (int k = 0; k < 8; k++) x[k] *= to_units;
+      const u32 low = ptx::e4m3x4(x[0], x[1], x[2], x[3]), high = ptx::e4m3x4(x[4], x[5], x[6], x[7]);
       if (kHalves) {
-        ptx::copy_async<8>(place, from + piece.low, rows > 0);
-        ptx::copy_async<8>(place + 8, from + piece.high, rows > 0);
+        const int row = piece.row + kCastStride * step;
+        ptx::st_shared_u32(to + swizzled(row, piece.low), low);
+        ptx::st_shared_u32(to + swizzled(row, piece.high), high);
       } else {
-        ptx::copy_async<16>(place, from + piece.low, rows > 0);
+        ptx::st_shared_v2(places[step % kPeriod] + step / kPeriod * 24 * kRun, low, high);
       }
-    }
-  }
-  const float to_units = item.quant_scale;
-  // Where the first steps write. After 24 rows the swizzle repeats
-  constexpr int kPeriod = 24 / kStride;
-  u32 places[kPeriod];
-#pragma unroll
-  for (int i = 0; i < kPeriod && !kRotates; i++) {
-    const Piece piece(c);
-    places[i] = to + swizzled(piece.row + kStride * i, piece.low);
-  }
-  ptx::copy_async_wait();
-#pragma unroll (kUnroll)
-  for (int step = 0; step < kCastSteps; step++) {
-    const Piece piece(c);
-    const int row = piece.row + kStride * step;
-    if (step == kCastSteps - 1 && row >= kRows) break;
-    const uint4 raw = ptx::ld_shared_v4(base + piece.staging + kBytes * step);
-    float x[8] = {ptx::bf16_low(raw.x), ptx::bf16_high(raw.x), ptx::bf16_low(raw.y), ptx::bf16_high(raw.y),
-                  ptx::bf16_low(raw.z), ptx::bf16_high(raw.z), ptx::bf16_low(raw.w), ptx::bf16_high(raw.w)};
-    if (piece.rotated && tile.row + row < p.len_q) {
-      int position = tile.row + row + c.q_start;
-      if (c.positions != nullptr) position = c.positions[(i64)tile.batch * p.len_k + position];
-      const i64 at = (i64)position * (c.rotary / 2) + 4 * piece.number;
-#pragma unroll
-      for (int k = 0; k < 4; k += 2)
-        rotate_pairs(x, *reinterpret_cast<const float2*>(c.cosine + at + k),
-                     *reinterpret_cast<const float2*>(c.sine + at + k), k);
-    }
-#pragma unroll
-    for (int k = 0; k < 8; k++) x[k] *= to_units;
-    const u32 low = ptx::e4m3x4(x[0], x[1], x[2], x[3]), high = ptx::e4m3x4(x[4], x[5], x[6], x[7]);
-    if (kHalves) {
-      ptx::st_shared_u32(to + swizzled(row, piece.low), low);
-      ptx::st_shared_u32(to + swizzled(row, piece.high), high);
-    } else if (kRotates) {
-      ptx::st_shared_v2(to + swizzled(row, piece.low), low, high);
-    } else {
-      ptx::st_shared_v2(places[step % kPeriod] + step / kPeriod * 24 * kRun, low, high);
     }
   }
 }

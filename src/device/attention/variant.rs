@@ -370,7 +370,7 @@ pub fn spilling_variants() -> Vec<(Request, u32)> {
         let dims = HeadDims { qk, v, padded: false };
         (parts(dims, accumulator, [telemetry, logits_e4m3, false], features).request(), spills)
     };
-    let casts = [(64, 2, 44), (64, 3, 52), (128, 2, 8), (128, 3, 8)].into_iter().flat_map(|(d, number, spills)| {
+    let casts = [(64, 2, 52), (64, 3, 32), (128, 2, 60), (128, 3, 40)].into_iter().flat_map(|(d, number, spills)| {
         let dims = HeadDims { qk: d, v: d, padded: false };
         with_query_cast(dims, number).map(move |variant| (variant.request(), spills))
     });
