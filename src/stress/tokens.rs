@@ -164,7 +164,7 @@ impl TokenSummary {
         }
         if weights_change {
             note.push_str(
-                "; a step's forward has that step's weights, so the input of a layer changes with the weights of the layers below it",
+                "; a step's forward has that step's weights, so a layer's input changes with the layers below it",
             );
         }
         note
