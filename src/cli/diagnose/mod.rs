@@ -93,7 +93,7 @@ fn diagnose(paths: &[PathBuf], lr: Option<f64>, options: Options) -> Result<(Dia
         _ => {
             if let Some(record) = paths.iter().find(|path| is_record(path)) {
                 return Err(Error::argument(format_args!(
-                    "{} is a file and no checkpoint: pass one record of a run, or checkpoints alone",
+                    "{} is not a checkpoint folder or .safetensors file: pass one record of a run, or only checkpoints",
                     record.display()
                 )));
             }
