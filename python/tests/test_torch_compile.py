@@ -1,4 +1,4 @@
-"""How often training is compiled, on the CPU: once for a whole model, twice for blocks compiled one by one, whatever the number
+"""How often training is compiled, on the CPU: once for a whole model and for blocks compiled one by one, whatever the number
 of steps and of layers. Dynamo gives up after eight times, silently, and runs the rest eagerly."""
 
 import pytest
@@ -56,7 +56,7 @@ def losses(model, compiled=None, steps=STEPS, **attached):
     return found, counters["stats"]["unique_graphs"] - before
 
 
-@pytest.mark.parametrize(("compiled", "graphs"), [("whole", 1), ("blocks", 2)])
+@pytest.mark.parametrize(("compiled", "graphs"), [("whole", 1), ("blocks", 1)])
 @pytest.mark.parametrize("policy", ["geometry", "delayed-te"])
 def test_training_is_compiled_once(model, compiled, graphs, policy):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
