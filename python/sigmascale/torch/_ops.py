@@ -41,6 +41,8 @@ _LIBRARY.define(
     f"{_TERMS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# Of which a checkpoint policy that saves everything keeps nothing.
+_LIBRARY.define("report(Tensor(a!) words, Tensor called, int n_q) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def arguments(terms, backend, accumulator, label=None, dq_fp8=False):
@@ -198,7 +200,9 @@ def run(q, k, v, *rest, rope=None):
         words = rest[_WORDS]
         *result, reported = attention(q, k, v, *rest[:_WORDS], words is not None, *rest[_WORDS + 1 :])
         if words is not None:
-            _results.add(words, reported, q.shape[2])
+            # Compiled code fuses what it sees.
+            add = _results.add if torch.compiler.is_compiling() else torch.ops.sigmascale.report
+            add(words, reported, q.shape[2])
         return result
     sinks = rest[_SINKS]
     if rest[-1]:
@@ -213,8 +217,10 @@ _WORDS, _SINKS = 4, 5
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", _differentiable, "Autograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("report", _results.add, "CompositeExplicitAutograd")
 torch.library.register_fake("sigmascale::attention", _forward_shapes, lib=_LIBRARY)
 torch.library.register_fake("sigmascale::attention_backward", _backward_shapes, lib=_LIBRARY)
+torch.library.register_fake("sigmascale::report", lambda *_: None, lib=_LIBRARY)
 
 attention = torch.ops.sigmascale.attention.default
 attention_backward = torch.ops.sigmascale.attention_backward.default
