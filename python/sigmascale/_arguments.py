@@ -34,7 +34,8 @@ def real(name, value):
 def positive(name, value):
     """``value`` as a float that is finite and above zero."""
     number = real(name, value)
-    if not (number > 0 and math.isfinite(number)):
+    # A comparison, since compiled code may have a symbol here, of which math.isfinite cannot be asked.
+    if not 0 < number < math.inf:
         raise ArgumentError(f"{name} {number} must be finite and above 0")
     return number
 

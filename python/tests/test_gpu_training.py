@@ -258,11 +258,10 @@ def test_nothing_waits_for_the_device():
 def test_the_operators_pass_the_checks_of_pytorch():
     q, k, v = leaves(*tensors(length=64, heads=(4, 2), d=64))
     descales = [x.expand(2, -1) for x in rows()]
-    words = torch.zeros(12, 4, dtype=torch.int32, device="cuda")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     how = _ops.arguments(_terms.Terms(True, 0.2), "native", "f16")
-    torch.library.opcheck(OP, (q, k, v, *descales, None, words, *how, True), test_utils=checks)
-    out, lse, *saved = (x.detach() for x in OP(q, k, v, *descales, None, None, *how, True))
+    torch.library.opcheck(OP, (q, k, v, *descales, None, True, *how, True), test_utils=checks)
+    out, lse, *saved, _ = (x.detach() for x in OP(q, k, v, *descales, None, False, *how, True))
     given = (torch.randn_like(out), *saved, *descales, out, lse, *how)
     torch.library.opcheck(torch.ops.sigmascale.attention_backward.default, given, test_utils=checks[:1] + checks[2:])
 

@@ -3,7 +3,7 @@ of those that left FP8.
 
 Layers are told apart by a number. Operators take it as the length of an empty tensor (:func:`label`): inside compiled
 code a layer's tensors may be copies, and blocks of a model that are compiled one by one share their code, which is
-compiled anew for every value of an int but only once for other shapes.
+compiled anew for every value of an int but not for other lengths of a dimension that is marked as dynamic.
 """
 
 import collections
@@ -30,8 +30,11 @@ def watch():
 
 
 def label(layer, device):
-    """A layer's number as operators take it. The shapes 0 and 1 are always compiled apart."""
-    return torch.empty((layer + 2, 0), dtype=torch.uint8, device=device)
+    """A layer's number as operators take it. The lengths 0 and 1 are always compiled apart."""
+    made = torch.empty((layer + 2, 0), dtype=torch.uint8, device=device)
+    # Also under dynamic=False, and no symbol of another length that happens to be the same.
+    torch._dynamo.maybe_mark_dynamic(made, 0)
+    return made
 
 
 def layer_of(label):

@@ -5,7 +5,7 @@ import torch
 from .. import _native
 from ._casts import E4M3, cast_all, spread
 from ._emulation import seen_rows
-from ._results import add_counts, unsigned
+from ._results import add
 
 
 def forward(q, k, v, descales, terms, words, accumulator, save, residual=None):
@@ -17,7 +17,7 @@ def forward(q, k, v, descales, terms, words, accumulator, save, residual=None):
     call = _call(given, descales, out, lse, terms, accumulator)
     for row in _native.host_forward(call):
         if words is not None and q.dtype != E4M3:
-            _report(words, q.shape[2], row)
+            add(words, torch.tensor(row, dtype=torch.int64).view(-1, 4), q.shape[2])
     rounded = out.to(torch.bfloat16)
     if residual is not None:
         residual.copy_(out - rounded.float())
@@ -58,13 +58,3 @@ def _call(operands, descales, out, lse, terms, accumulator):
 def _wide(x, descale):
     """An operand in f32; E4M3 is times its descale, which the cast takes off again without a rounding."""
     return (x.float() * spread(descale, x.shape[2]) if x.dtype == E4M3 else x.float()).contiguous()
-
-
-def _report(words, n_q, row):
-    """Takes the words of a call into a layer's: largest values, and counts."""
-    row, before = torch.tensor(row, dtype=torch.int64).view(-1, 4), unsigned(words)
-    largest = torch.maximum(before, row)
-    largest = torch.where(largest > 0x7FFFFFFF, largest - (1 << 32), largest).to(torch.int32)
-    words[:n_q, :3], words[n_q:, :1] = largest[:n_q, :3], largest[n_q:, :1]
-    add_counts(words[:n_q, 3:], row[:n_q, 3:])
-    add_counts(words[n_q:, 1:], row[n_q:, 1:])

@@ -1,10 +1,12 @@
 """The operators ``sigmascale::attention`` and ``sigmascale::attention_backward``, as PyTorch's compiler, exporter and
 checkpoints see them.
 
-Addresses and streams are read inside them alone. ``attention`` writes telemetry into ``words`` and returns the output and the
-log-sum-exp. With ``save`` it also returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since
-PyTorch lacks some operations on float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, and for
-``stabilise`` what the rounding of the output took, else empty tensors. Gradients pass through the casts unchanged (straight-through); those of the sinks are empty where there are none.
+Addresses and streams are read inside them alone. ``attention`` returns the output and the log-sum-exp. With ``save`` it also
+returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since PyTorch lacks some operations on
+float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, for ``stabilise`` what the rounding of the output
+took, and with ``report`` the telemetry of the call, else empty tensors. It writes into none of its arguments: a checkpoint in
+compiled code would keep such a one until the backward, and autograd refuses that after the next call. Gradients pass through
+the casts unchanged (straight-through); those of the sinks are empty where there are none.
 
 Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
 ``label`` says whose call it is (:mod:`_calls`).
@@ -16,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .._errors import UnsupportedError
-from . import _backends, _calls, _distributed
+from . import _backends, _calls, _distributed, _results
 from ._casts import E4M3
 from ._terms import Sequences, Terms
 
@@ -30,8 +32,8 @@ _TERMS = (
 # Kept for the life of the process: the operators go with it.
 _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {_DESCALES}, Tensor? o_descale, Tensor(a!)? words, {_TERMS}, bool save) "
-    "-> (Tensor out, Tensor lse, Tensor q8, Tensor k8, Tensor v8, Tensor row_max, Tensor residual)",
+    f"attention(Tensor q, Tensor k, Tensor v, {_DESCALES}, Tensor? o_descale, bool report, {_TERMS}, bool save) "
+    "-> (Tensor out, Tensor lse, Tensor q8, Tensor k8, Tensor v8, Tensor row_max, Tensor residual, Tensor words)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -39,6 +41,8 @@ _LIBRARY.define(
     f"Tensor out, Tensor lse, {_TERMS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# Of which a checkpoint policy that saves everything keeps nothing.
+_LIBRARY.define("report(Tensor(a!) words, Tensor called, int n_q) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def arguments(terms, backend, accumulator, label=None, dq_fp8=False, stabilise=False):
@@ -64,6 +68,17 @@ def _in_full(chosen, device):
 
 def _of_backend(chosen, descales):
     return tuple(d.amax().expand_as(d) for d in descales) if chosen.per_tensor else descales
+
+
+def _attention(q, k, v, q_descale, k_descale, v_descale, o_descale, report, *how):
+    words = _words(q, k, report).zero_()
+    given = q_descale, k_descale, v_descale, o_descale, words if report else None
+    return (*_forward(q, k, v, *given, *how), words)
+
+
+def _words(q, k, report):
+    """Room for the telemetry of a call."""
+    return q.new_empty((2 * (q.shape[2] + k.shape[2]) if report else 0, 4), dtype=torch.int32)
 
 
 def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, rope=None):
@@ -105,11 +120,11 @@ def _residual(q, v, wanted):
     return q.new_empty((*q.shape[:3], v.shape[3]) if wanted and q.dtype != E4M3 else (0,), dtype=torch.bfloat16)
 
 
-def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
+def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, report, *how):
     out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.bfloat16)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     saved = (x.new_empty(x.shape if how[-1] else (0,), dtype=torch.uint8) for x in (q, k, v))
-    return (out, lse, *saved, _row_max(q, how[-4] and how[-1]), _residual(q, v, how[-3] and how[-1]))
+    return (out, lse, *saved, _row_max(q, how[-4] and how[-1]), _residual(q, v, how[-3] and how[-1]), _words(q, k, report))
 
 
 def _backward(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, v_descale, out, lse, *how):
@@ -142,7 +157,7 @@ class _Differentiable(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 result = attention(q, k, v, *rest)
-        out, lse, *operands, row_max, residual = result
+        out, lse, *operands, row_max, residual = result[:7]
         if rest[-1]:
             # Sinks and places are tensors.
             row_max, residual = row_max if rest[-4] else None, residual if rest[-3] else None
@@ -188,10 +203,17 @@ def plain(*tensors):
 
 
 def run(q, k, v, *rest, rope=None):
-    """The operator ``attention``, without PyTorch's dispatcher where nobody looks on: that costs more than the call.
-    ``rope`` is for such calls of this package's kernels."""
+    """The operator ``attention``, whose telemetry is taken into ``words``, the argument in place of ``report``. Where nobody
+    looks on it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of this package's
+    kernels."""
     if not plain(q, k, v):
-        return attention(q, k, v, *rest)
+        words = rest[_WORDS]
+        *result, reported = attention(q, k, v, *rest[:_WORDS], words is not None, *rest[_WORDS + 1 :])
+        if words is not None:
+            # Compiled code fuses what it sees.
+            add = _results.add if torch.compiler.is_compiling() else torch.ops.sigmascale.report
+            add(words, reported, q.shape[2])
+        return result
     sinks = rest[_SINKS]
     if rest[-1]:
         return _Differentiable.apply(q, k, v, sinks, rest, True, rope)
@@ -199,14 +221,16 @@ def run(q, k, v, *rest, rope=None):
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Where the sinks stand among the arguments behind v.
-_SINKS = 5
+# Where the words and the sinks stand among the arguments behind v.
+_WORDS, _SINKS = 4, 5
 
-_LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", _differentiable, "Autograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("report", _results.add, "CompositeExplicitAutograd")
 torch.library.register_fake("sigmascale::attention", _forward_shapes, lib=_LIBRARY)
 torch.library.register_fake("sigmascale::attention_backward", _backward_shapes, lib=_LIBRARY)
+torch.library.register_fake("sigmascale::report", lambda *_: None, lib=_LIBRARY)
 
 attention = torch.ops.sigmascale.attention.default
 attention_backward = torch.ops.sigmascale.attention_backward.default

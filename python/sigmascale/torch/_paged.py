@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
     "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor? cosine, Tensor? sine, bool interleaved, Tensor(c!)? words, "
-    "bool causal, float scale, int layer=-1) -> (Tensor out, Tensor lse)",
+    "bool causal, float scale, Tensor? label=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -66,7 +66,7 @@ def _attend(
     words,
     causal,
     scale,
-    layer=_calls.NONE,
+    label=None,
 ):
     device = q.device
     engine = _ENGINES.get(device)
@@ -82,7 +82,7 @@ def _attend(
     space = torch.empty(engine.bytes(call), device=device, dtype=torch.uint8)
     check = _CHECK and not torch.cuda.is_current_stream_capturing()
     engine.forward(call, space, check, torch.cuda.current_stream(device).cuda_stream)
-    _calls.count(layer, "native", "these kernels read the pages where they lie")
+    _calls.count(_calls.layer_of(label), "native", "these kernels read the pages where they lie")
     return out, lse
 
 
@@ -112,8 +112,8 @@ def attend(q, k_cache, v_cache, k, v, rotary, interleaved, lengths, block_table,
         lengths = torch.full((batch,), int(lengths), dtype=torch.int32, device=q.device)
     lengths, block_table = (x if x.dtype == torch.int32 else x.to(torch.int32) for x in (lengths, block_table))
     scale = getattr(plan, "softmax_scale", q.shape[3] ** -0.5) if scale is None else float(scale)
-    words, layer = (plan.reported, plan.key) if isinstance(plan, LayerPlan) else (None, _calls.NONE)
-    how = bool(interleaved), words, bool(causal), scale, layer
+    words, label = (plan.reported, plan.label) if isinstance(plan, LayerPlan) else (None, None)
+    how = bool(interleaved), words, bool(causal), scale, label
     return paged_attention(q, k_cache, v_cache, block_table, lengths, k, v, *given[:3], cosine, sine, *how)
 
 

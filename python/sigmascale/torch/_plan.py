@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .._errors import ArgumentError, SigmascaleError
 from . import _calls
 from ._policies import FROM_BOUNDS
 
 if TYPE_CHECKING:
-    import torch
-
     from ._layers import Layer
     from ._runtime import Runtime
 
@@ -54,10 +54,12 @@ class LayerPlan:
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
         # Whose calls these are, in counters and to those who look at calls.
         self.key = _calls.watch()
-        self.label = _calls.label(self.key, runtime.device)
+        self.label = _calls.label(self.key, self.words.device)
         weakref.finalize(self, _calls.forget, [self.key])
         logits = runtime.logit_descales
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
+        for tensor in (runtime.descales, runtime.words, self._rows, self.words):
+            _tell_compiler(tensor)
 
     @property
     def reported(self) -> torch.Tensor | None:
@@ -114,6 +116,13 @@ class LayerPlan:
 
     def __reduce_ex__(self, _: object) -> Any:
         refuse_copies("LayerPlan")
+
+
+def _tell_compiler(tensor):
+    """That a tensor has its shape for life, so that no dimension becomes a symbol, and its address: CUDA graphs of compiled code
+    refuse to write into other inputs, and copy them."""
+    torch._dynamo.mark_static(tensor)
+    torch._dynamo.mark_static_address(tensor)
 
 
 class _Plans(list):

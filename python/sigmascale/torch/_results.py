@@ -125,8 +125,21 @@ def unsigned(words):
 
 def add_counts(words, counts):
     """Adds int64 counts to words in place; they stop at the largest that 32 bits hold, as the kernels' do."""
-    total = (unsigned(words) + counts).clamp_max(U32_MAX)
-    words.copy_(torch.where(total > U32_MAX // 2, total - (U32_MAX + 1), total))
+    words.copy_(_signed((unsigned(words) + counts).clamp_max(U32_MAX)))
+
+
+def add(words, called, n_q):
+    """Takes the words of a call into a layer's: largest values, and counts."""
+    before, new = unsigned(words), unsigned(called)
+    largest, total = torch.maximum(before, new), (before + new).clamp_max(U32_MAX)
+    # Of the words of a row of logits the first three are largest values, of the others the first.
+    rows = [torch.cat([largest[at, :n], total[at, n:]], dim=1) for at, n in ((slice(n_q), 3), (slice(n_q, None), 1))]
+    words.copy_(_signed(torch.cat(rows)))
+
+
+def _signed(numbers):
+    """int64 of 32 bits as PyTorch's int32 has them."""
+    return torch.where(numbers > U32_MAX // 2, numbers - (U32_MAX + 1), numbers)
 
 
 def observed(words, heads):
