@@ -5,6 +5,7 @@ use super::group::Group;
 use super::host::DeviceWeights;
 use super::partition::Partition;
 use super::results::Results;
+use super::schedule::Schedule;
 use super::tables::{ChannelStats, LayerInput};
 use crate::bound::{HeadBound, HeadFrobenius};
 use crate::cuda::{Buffer, Device, DevicePtr, Stream};
@@ -45,17 +46,40 @@ impl ScaleEngine {
     /// 2. It stays valid, and is not written while a launch of this engine (or a graph of one) runs.
     pub unsafe fn new(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
         // SAFETY: the caller's promises.
-        unsafe { Self::set_up(device, layers, with_grams, false) }
+        unsafe { Self::scheduled(device, layers, with_grams, Schedule::default()) }
+    }
+
+    /// The same with launches arranged in another way. Results are equal bit for bit.
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`].
+    ///
+    /// # Safety
+    /// As [`ScaleEngine::new`].
+    pub unsafe fn scheduled(
+        device: &Device,
+        layers: &[LayerInput],
+        with_grams: bool,
+        schedule: Schedule,
+    ) -> Result<Self> {
+        // SAFETY: the caller's promises.
+        unsafe { Self::set_up(device, layers, with_grams, schedule, false) }
     }
 
     /// # Safety
     /// As [`ScaleEngine::new`], but for a dry run, which reaches no address.
-    unsafe fn set_up(device: &Device, layers: &[LayerInput], with_grams: bool, dry: bool) -> Result<Self> {
+    unsafe fn set_up(
+        device: &Device,
+        layers: &[LayerInput],
+        with_grams: bool,
+        schedule: Schedule,
+        dry: bool,
+    ) -> Result<Self> {
         let partition = Partition::new(layers)?;
         let ((results, groups), bytes) = device.counting(dry, |device| {
             let results = Results::new(device, &partition.heads, layers, with_grams)?;
             // SAFETY: the caller's promises, for these layers.
-            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), with_grams) };
+            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), with_grams, schedule) };
             Ok((results, partition.groups().map(group).collect::<Result<Vec<_>>>()?))
         })?;
         let bounded = with_grams || layers.iter().all(|l| l.qk_norm.is_some());
@@ -75,9 +99,22 @@ impl ScaleEngine {
     /// # Errors
     /// As [`ScaleEngine::new`].
     pub fn over(device: &Device, weights: &Arc<DeviceWeights>, with_grams: bool) -> Result<Self> {
+        Self::scheduled_over(device, weights, with_grams, Schedule::default())
+    }
+
+    /// The same with launches arranged in another way. Results are equal bit for bit.
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`].
+    pub fn scheduled_over(
+        device: &Device,
+        weights: &Arc<DeviceWeights>,
+        with_grams: bool,
+        schedule: Schedule,
+    ) -> Result<Self> {
         // SAFETY: 1. every range was checked against the memory that `weights` owns; 2. the engine holds it, and nothing
         // here writes it.
-        let mut engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
+        let mut engine = unsafe { Self::scheduled(device, weights.layers(), with_grams, schedule)? };
         engine.weights = Some(weights.clone());
         Ok(engine)
     }
@@ -105,8 +142,13 @@ impl ScaleEngine {
     /// # Errors
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
+        self.descales_early(stream, false)
+    }
+
+    /// [`ScaleEngine::descales`]. `early`: the launch in front is one of this crate, and may be waited for in a kernel.
+    pub(super) fn descales_early(&self, stream: &Stream, early: bool) -> Result<()> {
         let mut groups = self.groups.iter().enumerate();
-        groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0))
+        groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0, early && i == 0))
     }
 
     /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K. Layers with normalized q and k have none.
@@ -132,11 +174,16 @@ impl ScaleEngine {
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
+        self.plan_early(stream, false)
+    }
+
+    /// [`ScaleEngine::plan`]. `early`: as of [`ScaleEngine::descales_early`].
+    pub(super) fn plan_early(&self, stream: &Stream, early: bool) -> Result<()> {
         if !self.bounded {
             return Err(Error::cuda("the engine was made without logit bounds"));
         }
         let mut groups = self.groups.iter().enumerate();
-        groups.try_for_each(|(i, group)| group.plan(stream, &self.side, &self.results, i == 0))
+        groups.try_for_each(|(i, group)| group.plan(stream, &self.side, &self.results, i == 0, early && i == 0))
     }
 
     /// Logit bounds of [`ScaleEngine::plan`], `[layer][query head]`; `None` if a layer has none, since the engine was made
@@ -173,7 +220,7 @@ impl ScaleEngine {
     /// As [`ScaleEngine::new`], but for memory.
     pub fn workspace_bytes_for(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<usize> {
         // SAFETY: a dry run.
-        Ok(unsafe { Self::set_up(device, layers, with_grams, true)? }.bytes)
+        Ok(unsafe { Self::set_up(device, layers, with_grams, Schedule::default(), true)? }.bytes)
     }
 
     /// The same engine with logit descales bound / (eta 448); 0.8 unless this is called.

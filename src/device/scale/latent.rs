@@ -8,7 +8,7 @@
 //! Logits, and the absorbed query, are bounded on the CPU only.
 
 use super::addresses::AddressWriter;
-use super::norms::Form;
+use super::norms::{Form, Launching};
 use super::shape::OTHER_SHAPE;
 use super::storage::Storage;
 use super::tables::{
@@ -368,7 +368,7 @@ impl Statistics {
         let count = heads.places.len();
         let (kernel, launch, maps) = if copied {
             let (d_head, f16) = (d_head as u32, dtype == Dtype::F16);
-            let form = Form { d_head, columns, sums: false, turns, f16, vectors, beside: false };
+            let form = Form { d_head, columns, sums: false, turns, f16, vectors, beside: false, launching: Launching::default() };
             let (kernel, launch) = form.kernel(device, count)?;
             let boxes = vec![if columns { 64 } else { d_head }];
             (kernel, launch, Some(TensorMaps::new(device, &heads.projections, true, boxes)?))
