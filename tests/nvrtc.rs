@@ -123,10 +123,31 @@ fn variants() -> Vec<Request> {
             all.push(Request::new(source, arch));
         }
     }
+    all.extend(overlapping_variants());
     all.extend(attention_variants());
     all.extend(cast_variants());
     all.extend(paged_variants());
     all.extend(backward_variants());
+    all
+}
+
+/// Of the scale engine's schedules ([`sigmascale::device::scale::Schedule`]).
+fn overlapping_variants() -> Vec<Request> {
+    let of = |source, defines: &[(&'static str, u32)]| {
+        let request = Request::new(source, Arch::SM90A).define("OVERLAP", 1);
+        defines.iter().fold(request, |request, &(name, value)| request.define(name, value))
+    };
+    let plain = [sources::GAINS, sources::DESCALES, sources::FROBENIUS, sources::LOGIT_BOUNDS];
+    let mut all: Vec<Request> = plain.into_iter().map(|source| of(source, &[])).collect();
+    all.extend([(128, 0), (72, 1)].map(|(r, f16)| of(sources::GRAMS_ROUNDED, &[("D_HEAD", r), ("WEIGHTS", f16)])));
+    for (r, along, sums) in [(64, 0, 0), (64, 1, 1), (128, 0, 1), (128, 1, 0)] {
+        all.push(of(sources::GRAMS_SPLIT, &[("D_HEAD", r), ("ALONG_CHANNELS", along), ("SUMS", sums)]));
+    }
+    for (r, along, sums) in [(64, 0, 0), (64, 1, 1), (128, 0, 0), (128, 0, 1), (24, 1, 1), (192, 0, 0), (256, 0, 1)] {
+        for last in [("SPLIT", 2), ("SPLIT", 8), ("AT_MOST", 3)] {
+            all.push(of(sources::NORMS, &[("D_HEAD", r), ("ALONG_CHANNELS", along), ("SUMS", sums), last]));
+        }
+    }
     all
 }
 

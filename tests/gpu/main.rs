@@ -24,6 +24,7 @@ mod policies;
 mod power;
 mod products;
 mod qk_norm;
+mod schedules;
 mod shapes;
 mod small;
 mod weights;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         power::tests(),
         products::tests(),
         qk_norm::tests(),
+        schedules::tests(),
         shapes::tests(),
         lost::tests(),
     ];

@@ -2,6 +2,7 @@
 
 mod attention;
 mod csv;
+mod schedules;
 mod spectral;
 mod timing;
 

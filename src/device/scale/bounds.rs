@@ -67,13 +67,7 @@ fn rest(layer: &LayerInput) -> usize {
 
 impl Bounds {
     /// `chained`: for a plan in one chain of launches ([`Schedule::overlap`](super::Schedule)).
-    pub fn new(
-        device: &Device,
-        layers: &[LayerInput],
-        places: &[Place],
-        grams: &Grams,
-        chained: bool,
-    ) -> Result<Self> {
+    pub fn new(device: &Device, layers: &[LayerInput], places: &[Place], grams: &Grams, chained: bool) -> Result<Self> {
         let variant = Schedule { overlap: chained, ..Schedule::default() }.variant();
         let first = &layers[0];
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);

@@ -182,7 +182,7 @@ impl Grams {
                     gain_kernel: device.module(sources::GAINS, &overlap)?.overlapping_kernel("scale_gains")?,
                     gains: device.zeros(gain_bytes * projections)?,
                     scales: device.zeros(projections)?,
-                    maps: TensorMaps::new(device, &built.projections, false, boxes)?,
+                    maps: TensorMaps::new(device, &built.projections, false, boxes, false)?,
                     gain_tiles: d.div_ceil(128) as u32,
                     form: u32::from(split) + u32::from(sums),
                     channel_parts: device.zeros(cut.stat_parts as usize * 128 * 8)?,
@@ -218,12 +218,7 @@ impl Grams {
     /// Puts the Grams on `stream`, and with them the statistics of Q and K where this pass has them; [`Grams::part_stats`] ends
     /// what of these is left in parts. `status`: what [`Grams::clear`] returned. `early`: [`Norms::first`](super::norms::Norms::first) is
     /// the launch in front.
-    pub fn launch(
-        &self,
-        stream: &Stream,
-        [projections, stats, status]: [DevicePtr; 3],
-        early: bool,
-    ) -> Result<()> {
+    pub fn launch(&self, stream: &Stream, [projections, stats, status]: [DevicePtr; 3], early: bool) -> Result<()> {
         let projections = Arg::Ptr(projections);
         let mut args = vec![Arg::Ptr(self.segments.ptr()), projections, Arg::Ptr(self.partials.ptr())];
         if let Some(pass) = &self.pass {

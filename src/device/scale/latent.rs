@@ -368,10 +368,19 @@ impl Statistics {
         let count = heads.places.len();
         let (kernel, launch, maps) = if copied {
             let (d_head, f16) = (d_head as u32, dtype == Dtype::F16);
-            let form = Form { d_head, columns, sums: false, turns, f16, vectors, beside: false, launching: Launching::default() };
+            let form = Form {
+                d_head,
+                columns,
+                sums: false,
+                turns,
+                f16,
+                vectors,
+                beside: false,
+                launching: Launching::default(),
+            };
             let (kernel, launch) = form.kernel(device, count)?;
             let boxes = vec![if columns { 64 } else { d_head }];
-            (kernel, launch, Some(TensorMaps::new(device, &heads.projections, true, boxes)?))
+            (kernel, launch, Some(TensorMaps::new(device, &heads.projections, true, boxes, false)?))
         } else {
             let kernel = device.module(sources::NORMS_GENERIC, &[])?.kernel("scale_norms_generic")?;
             (kernel, Launch::linear(count, 256, 0), None)

@@ -148,14 +148,24 @@ impl Norms {
                 let turns = built.projections.iter().any(|p| p.rotary > 0);
                 let vectors = layers[0].vector_dtype;
                 let launching = Launching { schedule, d_model: layers[0].d_model, processors: device.processors() };
-                let form = Form { d_head: r, columns, sums, turns, f16: dtype == Dtype::F16, vectors, beside: false, launching };
+                let form = Form {
+                    d_head: r,
+                    columns,
+                    sums,
+                    turns,
+                    f16: dtype == Dtype::F16,
+                    vectors,
+                    beside: false,
+                    launching,
+                };
                 let kernel = |turns: bool, heads| Form { turns, ..form }.kernel(device, heads);
                 // With sums it is bound by instructions, and needs every warp that fits.
                 let beside = Form { launching: Launching::default(), turns: false, beside: !sums, ..form };
                 let values = beside.kernel(device, of_v)?;
                 let ahead = schedule.overlap && (1..=device.processors()).contains(&of_v);
                 let first = ahead.then(|| kernel(false, of_v)).transpose()?;
-                let maps = TensorMaps::new(device, &built.projections, true, vec![if columns { 64 } else { r }])?;
+                let boxes = vec![if columns { 64 } else { r }];
+                let maps = TensorMaps::new(device, &built.projections, true, boxes, schedule.far)?;
                 (kernel(turns, all)?, values, first, Some(maps))
             }
         };
@@ -175,12 +185,7 @@ impl Norms {
 
     /// Puts the statistics of every channel on `stream`. `status`: what [`Norms::clear`] returned, or NULL. `early`: the launch in
     /// front may be waited for in the kernel.
-    pub fn every(
-        &self,
-        stream: &Stream,
-        [projections, stats, status]: [DevicePtr; 3],
-        early: bool,
-    ) -> Result<()> {
+    pub fn every(&self, stream: &Stream, [projections, stats, status]: [DevicePtr; 3], early: bool) -> Result<()> {
         let status = self.overlap.then_some(status);
         self.launch(stream, &self.every, 0, [projections, stats], status, early)
     }
