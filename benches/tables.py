@@ -9,9 +9,11 @@ Pictures are drawn by the scripts in docs/figures.
 """
 
 import csv
+import itertools
 import math
 import pathlib
 import re
+import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -246,14 +248,18 @@ def refresh():
 
 
 def training_step():
-    rows = record("2026-11-23-training-h200.csv")
+    rows = record("2026-11-24-training-h200.csv")
     sizes = {"125m": "125M, 4 x 4096 tokens", "1b": "1B, 2 x 4096 tokens"}
     table = []
-    for size, name in sizes.items():
-        both = [find(rows, size=size, attention=attention) for attention in ("fp8", "bf16")]
-        speed = [f"{int(row['tokens_per_second']):,}" for row in both]
-        table.append([name, *speed, *(f"{float(row['peak_gib']):.1f}" for row in both)])
-    return markdown(["", "FP8, tokens per second", "BF16", "FP8, peak GiB", "BF16"], table)
+    for (size, name), compiled in itertools.product(sizes.items(), ("0", "1")):
+        ways, heads = ("fp8", "fp8-rope", "bf16"), dict(size=size, compiled=compiled)
+        runs = {way: [row for row in rows if row | heads | {"attention": way} == row] for way in ways}
+        speeds = {way: statistics.mean(int(row["tokens_per_second"]) for row in found) for way, found in runs.items() if found}
+        cells = [f"{speeds[way]:,.0f} ({speeds[way] / speeds['bf16']:.2f})" if way in speeds else "–" for way in ways[:2]]
+        memory = [f"{float(runs[way][0]['peak_gib']):.1f}" for way in ("fp8", "bf16")]
+        table.append([name, "compiled" if compiled == "1" else "eager", *cells, f"{speeds['bf16']:,.0f}", *memory])
+    heads = ["FP8, tokens per second (BF16 = 1)", "`rope=` in the cast", "BF16", "FP8, peak GiB", "BF16"]
+    return markdown(["", "", *heads], table)
 
 
 def ablations():
@@ -387,6 +393,28 @@ def low_precision_long():
     return markdown(["remedy", "rate", "loss doubled", *ends], table)
 
 
+def low_precision_kernels():
+    table = []
+    for row in record("2026-11-24-low-precision-kernels.csv"):
+        doubled = row["loss_doubled_at"]
+        doubled = doubled if doubled == "-" else f"**{doubled}**"
+        table.append([f"`{row['arithmetic']}`", row["seed"], f"`{row['remedy']}`", doubled, row["loss_end"], row["w_q_end"]])
+    ends = ["loss at the end", "largest norm of W_Q of any head at the end (9.79 at the start)"]
+    return markdown(["arithmetic", "seed", "remedy", "loss doubled at step", *ends], table)
+
+
+def delta_bias():
+    names = {"fp8": "FP8, P V in F16", "fp8 stabilise": "the same, `stabilise=True`"}
+    signs = {"one": "one sign", "both": "both signs"}
+    rows = [row for row in record("2026-11-24-delta-bias-emulation.csv") if row["kernel"] in names]
+    percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
+    table = [
+        [names[row["kernel"]], signs[row["sign_of_v"]], percent(row["output_rms"]), percent(row["dq_error"])]
+        for row in rows
+    ]
+    return markdown(["attention", "V", "error of the output", "error of dQ"], table)
+
+
 def training_formats():
     rows = record("2026-11-23-training-formats.csv")
     table = []
@@ -421,6 +449,8 @@ TABLES = {
         low_precision_settings,
         bias_emulation,
         low_precision_long,
+        low_precision_kernels,
+        delta_bias,
         training_formats,
         latent,
         backward_order,

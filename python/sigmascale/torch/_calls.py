@@ -1,8 +1,9 @@
 """Which backend ran each layer's calls and why, counted on the host, who looks at these calls, and what is said once
 of those that left FP8.
 
-Layers are told apart by a number that operators take as an argument: inside compiled code a layer's tensors may be
-copies.
+Layers are told apart by a number. Operators take it as the length of an empty tensor (:func:`label`): inside compiled
+code a layer's tensors may be copies, and blocks of a model that are compiled one by one share their code, which is
+compiled anew for every value of an int but only once for other shapes.
 """
 
 import collections
@@ -26,6 +27,16 @@ def watch():
     number = next(_NUMBERS)
     _COUNTERS[number], _REASONS[number] = collections.Counter(), collections.Counter()
     return number
+
+
+def label(layer, device):
+    """A layer's number as operators take it. The shapes 0 and 1 are always compiled apart."""
+    return torch.empty((layer + 2, 0), dtype=torch.uint8, device=device)
+
+
+def layer_of(label):
+    """The number behind a label, :data:`NONE` without one."""
+    return NONE if label is None else label.shape[0] - 2
 
 
 def counted(layer):
@@ -77,16 +88,17 @@ def saw(layer, *call):
             observer(*call)
 
 
-def observed(layer):
+def observed(label):
     """Whether somebody looks at the layer's calls."""
-    return bool(_OBSERVERS.get(layer))
+    return bool(_OBSERVERS.get(layer_of(label)))
 
 
-def saw_backward(lse, *call):
-    """Tells who waits for this backward."""
+def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
+    """Tells who waits for this backward: of the output that delta is taken from."""
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
     if observer is not None:
-        observer(*call)
+        out = out if residual is None else out.float() + residual.float()
+        observer(grad, operands, descales, out, terms)
 
 
 def count(layer, name, reason):
@@ -97,12 +109,12 @@ def count(layer, name, reason):
         _REASONS[layer][name, reason] += 1
 
 
-def count_plain(layer, reason, say=True):
+def count_plain(label, reason, say=True):
     """Adds a call that PyTorch's own attention takes, and says why once."""
     if say:
         _say(reason)
     if not torch.compiler.is_compiling():
-        count(layer, "bf16", reason)
+        count(layer_of(label), "bf16", reason)
 
 
 # Compiled code runs this while it is compiled.

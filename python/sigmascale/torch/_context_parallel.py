@@ -156,6 +156,11 @@ class _Call:
                 raise UnsupportedError(
                     "policy 'current' has other descales on each rank: context parallelism needs a plan"
                 )
+            if plan.stabilise:
+                raise UnsupportedError(
+                    f"the parts of a shared sequence are joined in PyTorch, and delta is that of the rounded output: set "
+                    f"stabilise of the plan of {plan.name} to False"
+                )
             keys = self.ranks * k.shape[1]
             if plan.positions is not None and keys > plan.positions:
                 raise MismatchError(

@@ -59,8 +59,10 @@ def _placed(query, key, value, mask):
     *places, sound = mask[:, :, 0, 0]
     longest = getattr(mask, _LONGEST, None) or (query.shape[2], key.shape[2])
     if not readable(query):
-        # Padding within a text cannot be refused here.
+        # What the mask does not describe cannot be refused here.
         query = torch.where(sound.bool().view(-1, 1, 1, 1), query, torch.nan)
+    if not places:
+        return query, key, value, None
     order = getattr(mask, _ORDER, None)
     if order is not None:
         # Of E4M3 as bytes.
@@ -78,11 +80,12 @@ def register(name: str = "sigmascale_fp8", *, padding: Literal["right"] | None =
     supports (dropout, other masks) are refused, or run in PyTorch's attention after ``attach(..., fallback="bf16")``.
 
     Padding rows are zero. Under ``torch.compile`` and CUDA graph capture the values of a mask cannot be read: padding
-    must then be on one side of each sequence, and a sequence with interior padding becomes NaN.
+    must then be on one side of each sequence, and a sequence with interior padding becomes NaN. So does a compiled
+    batch of packed sequences that come without ``cu_seq_lens_q`` and the like (``DataCollatorWithFlattening`` with
+    ``return_flash_attn_kwargs=True``).
 
     ``padding="right"`` states that batches of full sequences are padded on the right, if at all, and never packed.
-    Their masks are then not read. Padding rows attend like other rows, but no other row reads their results. Models
-    under ``torch.compile`` need it to train without a mask, since transformers then has to assume packed sequences.
+    Their masks are then not read. Padding rows attend like other rows, but no other row reads their results.
 
     Raises :class:`UnsupportedError` if transformers is missing or too old.
     """
@@ -124,8 +127,9 @@ def _mask(
 ):
     """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what stands for
     it: None for a call without padding, else int32 ``(5, sequences, 1, 1)``, starts and ends of queries, starts and
-    ends of keys, and whether a text has no padding inside; transformers hands on what has four dimensions. ``right``:
-    padding is on the right, and nothing is packed.
+    ends of keys, and whether a text has no padding inside; transformers hands on what has four dimensions. Of a batch
+    of which only the device knows that nothing is packed, the last of these alone. ``right``: padding is on the right,
+    and nothing is packed.
 
     ``local_size`` is a window's width, or a chunk's. Packed sequences and functions of a model's own are composed by
     ``and_masks``.
@@ -143,7 +147,10 @@ def _mask(
         return True, None
     if named == "and_mask" and causal and whole and attention_mask is None and q_length > 1:
         if torch.compiler.is_compiling():
-            return other
+            # transformers assumes packed sequences here. Nothing is packed if each token sees the one before it.
+            row, token = torch.arange(batch_size, device=device)[:, None], torch.arange(1, q_length, device=device)
+            together = mask_function(row, row.new_zeros(()), token, token - 1).all(dim=1)
+            return True, together.to(torch.int32)[None, :, None, None]
         documents = _documents(mask_function)
         if documents is not None:
             return (True, _packed(documents)) if readable(documents) else other

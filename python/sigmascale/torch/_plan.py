@@ -30,7 +30,10 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
+    # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
+    stabilise: bool = False
     key: int
+    label: torch.Tensor
     logit_descale: torch.Tensor | None
     words: torch.Tensor
 
@@ -51,6 +54,7 @@ class LayerPlan:
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
         # Whose calls these are, in counters and to those who look at calls.
         self.key = _calls.watch()
+        self.label = _calls.label(self.key, runtime.device)
         weakref.finalize(self, _calls.forget, [self.key])
         logits = runtime.logit_descales
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]

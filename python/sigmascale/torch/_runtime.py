@@ -139,7 +139,8 @@ class Runtime:
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
         # That was no step.
-        self._steps, self._group = 0, group
+        self._count(0)
+        self._group = group
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -177,11 +178,13 @@ class Runtime:
                 "policy='geometry'"
             )
         self._telemetry, self._every = telemetry, every
+        self._count(self._steps)
 
-    @property
-    def reporting(self) -> bool:
-        """Whether the calls of this step report their statistics."""
-        return self._every > 0 and self._steps % self._every == 0
+    def _count(self, steps):
+        """Sets the number of the step. Calls read ``reporting`` alone: compiled code would be compiled anew for every value
+        of a number that it reads."""
+        self._steps = steps
+        self.reporting = self._every > 0 and steps % self._every == 0
 
     def plan_of(self, module: torch.nn.Module) -> LayerPlan:
         """The plan of an attention module."""
@@ -345,7 +348,7 @@ class Runtime:
                 self.words.zero_()
                 for plan in self.layers:
                     _calls.clear(plan.key)
-                self._steps += 1
+                self._count(self._steps + 1)
                 if self._targets and self._sliced:
                     self._due |= self._sliced
                     for index in self._sliced:
