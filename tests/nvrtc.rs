@@ -72,6 +72,14 @@ fn variants() -> Vec<Request> {
                     names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
                 );
             }
+            // Several blocks a head, or fewer a multiprocessor than fit.
+            for (r, sums) in [(128, 0), (128, 1), (136, 0), (192, 1), (256, 0), (256, 1)] {
+                for (name, value) in [("SPLIT", 2), ("SPLIT", 4), ("SPLIT", 8), ("AT_MOST", 2), ("AT_MOST", 3)] {
+                    let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("SUMS", sums);
+                    all.push(request.define("TURNS", 1).define(name, value));
+                }
+            }
+            all.push(Request::new(source, Arch::SM90A).define("D_HEAD", 64).define("SUMS", 1).define("AT_MOST", 4));
             continue;
         }
         if source == sources::GRAMS_WIDE {
@@ -123,31 +131,10 @@ fn variants() -> Vec<Request> {
             all.push(Request::new(source, arch));
         }
     }
-    all.extend(overlapping_variants());
     all.extend(attention_variants());
     all.extend(cast_variants());
     all.extend(paged_variants());
     all.extend(backward_variants());
-    all
-}
-
-/// Of the scale engine's schedules ([`sigmascale::device::scale::Schedule`]).
-fn overlapping_variants() -> Vec<Request> {
-    let of = |source, defines: &[(&'static str, u32)]| {
-        let request = Request::new(source, Arch::SM90A).define("OVERLAP", 1);
-        defines.iter().fold(request, |request, &(name, value)| request.define(name, value))
-    };
-    let plain = [sources::GAINS, sources::DESCALES, sources::FROBENIUS, sources::LOGIT_BOUNDS];
-    let mut all: Vec<Request> = plain.into_iter().map(|source| of(source, &[])).collect();
-    all.extend([(128, 0), (72, 1)].map(|(r, f16)| of(sources::GRAMS_ROUNDED, &[("D_HEAD", r), ("WEIGHTS", f16)])));
-    for (r, along, sums) in [(64, 0, 0), (64, 1, 1), (128, 0, 1), (128, 1, 0)] {
-        all.push(of(sources::GRAMS_SPLIT, &[("D_HEAD", r), ("ALONG_CHANNELS", along), ("SUMS", sums)]));
-    }
-    for (r, along, sums) in [(64, 0, 0), (64, 1, 1), (128, 0, 0), (128, 0, 1), (24, 1, 1), (192, 0, 0), (256, 0, 1)] {
-        for last in [("SPLIT", 2), ("SPLIT", 8), ("AT_MOST", 3)] {
-            all.push(of(sources::NORMS, &[("D_HEAD", r), ("ALONG_CHANNELS", along), ("SUMS", sums), last]));
-        }
-    }
     all
 }
 

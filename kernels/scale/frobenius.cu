@@ -16,11 +16,6 @@
 #include "ptx/launch.cuh"
 #include "scale/segments.cuh"
 
-// 1: the statistics were there when the launch in front began, so only the eigenvalues are waited for.
-#ifndef OVERLAP
-#define OVERLAP 0
-#endif
-
 struct HeadFrobenius {
   float norm;   // F
   float bound;  // certified, over every relative position; rounded up
@@ -104,10 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   const u32 pairs = s.d_head / 2, half = s.rotary / 2, thread = threadIdx.x;
   const HeadGram of_q = heads[first + h], of_k = heads[first + s.n_q + kv];
   const double turned = (double)s.rope_factor * s.rope_factor;
-  if (!OVERLAP) {
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-  }
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   double of_channels[7] = {};
   if (thread < pairs) {
     u32 c[2];
@@ -128,10 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   }
   if (thread == 0) q.head = of_q, k.head = of_k;
   to_parts(of_channels, channel_parts);
-  if (OVERLAP) {
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-  }
 
   const u32 all_q = s.layers * s.n_q;
   double* result = nullptr;

@@ -14,10 +14,6 @@
 #include "ptx/convert.cuh"
 #include "scale/types.cuh"
 
-#ifndef OVERLAP  // 1: starts before the launch in front, which writes nothing of what it touches, has ended
-#define OVERLAP 0
-#endif
-
 enum : u32 { SCALED = 0, SPLIT = 1, COLUMNS = 2 };
 
 __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
@@ -34,10 +30,7 @@ extern "C" __global__ void __launch_bounds__(256)
   ptx::griddepcontrol_launch_dependents();
   if (status && blockIdx.x + blockIdx.y + threadIdx.x == 0) *status = 0;
   const Projection p = projections[blockIdx.x];
-  if (p.first_head == NO_HEAD) {
-    if (OVERLAP) ptx::griddepcontrol_wait();  // blocks of V have nothing else to do: no launch ends before the one in front
-    return;
-  }
+  if (p.first_head == NO_HEAD) return;
   const bool f16 = p.dtype == DTYPE_F16 && form != SCALED, sums = form == COLUMNS;
   auto gain = [&](u32 k) { return p.gain ? load_value(p.gain, p.vector_dtype, k) + p.gain_offset : 1.f; };
   if (threadIdx.x == 0) most = widest = 0;

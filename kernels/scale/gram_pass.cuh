@@ -24,10 +24,6 @@
 #define SUMS 0
 #endif
 
-#ifndef OVERLAP  // 1: the first weights come before the launch in front has ended, which writes none
-#define OVERLAP 0
-#endif
-
 constexpr u32 N = D_HEAD;
 constexpr bool F16 = WEIGHTS == DTYPE_F16;
 constexpr bool ONE = N > 64;                                        // one head a tile
@@ -69,48 +65,23 @@ __device__ __forceinline__ void init_stages(u32 readers, u32 writers) {
 __device__ void load_tiles(const Segment* segments, u32 begin, u32 end, const TensorMap* maps, const u8* gains, u32 tiles) {
   const Stages at;
   Ring<STAGES> ring;
-  auto acquire = [&](const TensorMap* map) {
-    ptx::fence_tensormap_acquire(map);
-    if (ROWS[1] != ROWS[0]) ptx::fence_tensormap_acquire(map + 1);
-  };
-  auto load_weights = [&](u32 full, u32 to, const TensorMap* map, u32 first_row, u32 tile) {
-#pragma unroll
-    for (u32 b = 0; b < 4; b++) {
-      const u32 row = first_row + (b % 2 ? ROWS[0] : 0), k = tile * TILE + b / 2 * 64;
-      ptx::tma_load_2d(to + b * BOX_BYTES, map + (b % 2 && ROWS[1] != ROWS[0]), full, ALONG_CHANNELS ? row : k,
-                       ALONG_CHANNELS ? k : row);
-    }
-  };
-  u32 ahead = 0;  // tiles whose weights were asked for before the gains were there
-  if (OVERLAP) {
-#pragma unroll 1
-    for (u32 s = begin; s < end && ahead < STAGES; s++) {
-      const Segment segment = segments[s];
-      const TensorMap* map = maps + segment.projection * 2;
-      acquire(map);
-#pragma unroll 1
-      for (u32 tile = segment.first; tile < segment.last && ahead < STAGES; tile++, ahead++) {
-        ptx::mbarrier_arrive_expect_tx(at.full(ahead), COPIED + GAIN_BYTES);
-        load_weights(at.full(ahead), at.boxes(ahead), map, segment.first_row, tile);
-      }
-    }
-    ptx::griddepcontrol_wait();
-  }
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
     const TensorMap* map = maps + segment.projection * 2;
-    acquire(map);
+    ptx::fence_tensormap_acquire(map);
+    if (ROWS[1] != ROWS[0]) ptx::fence_tensormap_acquire(map + 1);
     const u8* gain = gains + (size_t)segment.projection * tiles * GAIN_BYTES;
     for (u32 tile = segment.first; tile < segment.last; tile++, ring.next()) {
       const u32 full = at.full(ring.stage), to = at.boxes(ring.stage);
-      const bool there = OVERLAP && ahead > 0;
-      if (!there) {
-        ptx::mbarrier_wait(at.empty(ring.stage), ring.phase ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full, COPIED + GAIN_BYTES);
-      }
+      ptx::mbarrier_wait(at.empty(ring.stage), ring.phase ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, COPIED + GAIN_BYTES);
       ptx::bulk_load(at.gains(ring.stage), gain + tile * GAIN_BYTES, GAIN_BYTES, full);
-      if (there) ahead--;
-      else load_weights(full, to, map, segment.first_row, tile);
+#pragma unroll
+      for (u32 b = 0; b < 4; b++) {
+        const u32 row = segment.first_row + (b % 2 ? ROWS[0] : 0), k = tile * TILE + b / 2 * 64;
+        ptx::tma_load_2d(to + b * BOX_BYTES, map + (b % 2 && ROWS[1] != ROWS[0]), full, ALONG_CHANNELS ? row : k,
+                         ALONG_CHANNELS ? k : row);
+      }
     }
   }
 }

@@ -157,10 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) init_stages(MULTIPLIERS / 32, CONVERTERS / 32);
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
-  if (!OVERLAP || threadIdx.x < MULTIPLIERS + CONVERTERS) {  // the copying warp waits once it has asked for the first weights
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-  }
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   const u32 group = threadIdx.x / 128;
   // 96 a thread at the start, 480 in all: 168 + 3 * 96 + 24. A product of 128 columns does not assemble below 90.
   if (group == 0) {

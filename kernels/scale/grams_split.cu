@@ -176,10 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) init_stages(MULTIPLIERS / 32, 1);
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
-  if (!OVERLAP || threadIdx.x < MULTIPLIERS) {  // the copying warp waits once it has asked for the first weights
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-  }
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_inc<240>();
     multiply<ONE ? 128 : 64, 0>(segments, begin, end, projections, scales, partials, parts);

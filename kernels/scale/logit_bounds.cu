@@ -11,12 +11,6 @@
 #include "ptx/launch.cuh"
 #include "scale/segments.cuh"
 
-// 1: starts before the launch in front has ended. Under rotation that is `scale_frobenius`, whose result alone is not there yet;
-// otherwise that of the operand descales, and statistics alone are.
-#ifndef OVERLAP
-#define OVERLAP 0
-#endif
-
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
@@ -24,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     scale_logit_bounds(Shape s, double eta, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
                const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-  if (!OVERLAP) ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_wait();
   if (task >= s.layers * s.n_q) return;
   const u32 layer = task / s.n_q, h = task % s.n_q, kv = h / (s.n_q / s.n_kv);
   const u32 first = layer * (s.n_q + s.n_kv);
@@ -77,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b), trace_q = warp_sum(trace_q), trace_k = warp_sum(trace_k);
   least = warp_reduce(least, [](float a, float b) { return fminf(a, b); }), most = warp_largest(most);
   const u32 all = s.layers * s.n_q;
-  if (OVERLAP && !s.rotary) ptx::griddepcontrol_wait();
   double raw_q = lambdas[task], raw_k = lambdas[all + layer * s.n_kv + kv];
   const double* rest = lambdas + all + s.layers * s.n_kv;
   // The coarsest of the layer: heads may share its largest scale.
@@ -108,9 +101,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     a = fmin(a, sqrt(aux[task].x)), b = fmin(b, sqrt(aux[task].y));
   } else if (s.rotary) {
     scaled = sqrt(rest[task] * rest[all + task]);
-    if (OVERLAP) ptx::griddepcontrol_wait();
-    // Past the first-level cache: a neighbour's read may have brought the line in before.
-    sigma = fmin(sigma, fmin(scaled, sqrt(OVERLAP ? __ldcg(rest + 2 * all + task) : rest[2 * all + task])));
+    sigma = fmin(sigma, fmin(scaled, sqrt(rest[2 * all + task])));
   }
   const double tau = place.logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);

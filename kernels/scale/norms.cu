@@ -5,8 +5,8 @@
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
 //
-// SPLIT above 1: for few heads, each of a cluster of blocks that share its inputs. A block keeps the first sum of every few tiles
-// in shared memory, and then each of its warps that it finishes adds those of all blocks in the order in which one would: same bits.
+// SPLIT above 1, for few heads: the blocks of a cluster share a head's inputs and keep their first sums in shared memory. They then
+// share the warps' channels, and add the first sums of all of them in the order in which one block would: same bits.
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
@@ -40,9 +40,6 @@
 #ifndef AT_MOST  // blocks a multiprocessor; 0: as many as fit
 #define AT_MOST 0
 #endif
-#ifndef OVERLAP  // 1: starts before the launch in front has ended, waits for it, and clears the status
-#define OVERLAP 0
-#endif
 
 constexpr u32 N = D_HEAD, WARPS = (N + 15) / 16, THREADS = WARPS * 32;
 constexpr u32 TILE = 64;                                   // input channels
@@ -57,8 +54,7 @@ constexpr u32 FITTING = 65536 / (THREADS * (SUMS ? 82 : 64)), HELD = SHARED / (3
 constexpr u32 FEWER = FITTING < HELD ? FITTING : HELD, FIT = BESIDE || FEWER < 1 ? 1 : FEWER > 16 ? 16 : FEWER;
 constexpr u32 LIMIT = SPLIT > 1 ? 3 : AT_MOST, BLOCKS = LIMIT && LIMIT < FIT ? LIMIT : FIT;
 constexpr u32 FILLED = (SHARED / (BESIDE ? 2 : BLOCKS) - APART) / STAGE, RING = FILLED < 6 ? FILLED : 6;
-// Beside the first sums, in a cluster.
-constexpr u32 STAGES = SPLIT > 1 && N > 64 ? 3 : RING;
+constexpr u32 STAGES = SPLIT > 1 ? 3 : RING;  // first sums take the rest
 static_assert(STAGES >= 3 && !(SPLIT > 1 && BESIDE), "a ring");
 
 struct Shared {
@@ -94,17 +90,14 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCKS)
-    scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats
-#if OVERLAP
-                , u32* status  // null: not cleared
-#endif
-    ) {
+    scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats,
+                u32* status) {  // null: not cleared
   extern __shared__ u8 room[];
   // The swizzle goes by addresses.
   Shared& shared = *(Shared*)(room + (1024 - ptx::shared_address(room) % 1024) % 1024);
   const u32 rank = SPLIT > 1 ? ptx::cluster_rank() : 0;
   const HeadPlace head = heads[blockIdx.x / SPLIT];
-  if (OVERLAP) ptx::griddepcontrol_wait();
+  if (!BESIDE) ptx::griddepcontrol_wait();
   const Projection& p = projections[head.projection];
   const u64 gain = p.gain, shift = SUMS ? p.shift : 0;
   const float offset = p.gain_offset;
@@ -125,11 +118,11 @@ __launch_bounds__(THREADS, BLOCKS)
   auto load = [&](u32 tile) {
     const u32 stage = (tile - begin) % STAGES, barrier = full + stage * 8, k = tile * TILE, vector = min(TILE, d - k) * VECTOR_SIZE;
     auto expect = [&]() { ptx::mbarrier_arrive_expect_tx(barrier, COPIED + (gain ? vector : 0) + (shift ? vector : 0)); };
-    if (!OVERLAP) expect();
+    if (BESIDE) expect();
 #pragma unroll
     for (u32 b = 0; b < BOXES; b++)
       ptx::tma_load_2d(ptx::shared_address(shared.tiles[stage]) + b * 8192, maps + head.projection, barrier, ALONG_CHANNELS ? head.first_row + b * 64 : k, ALONG_CHANNELS ? k : head.first_row);
-    if (OVERLAP) expect();  // the weights do not wait for the addresses of the vectors
+    if (!BESIDE) expect();  // the weights do not wait for the addresses of the vectors
     if (gain) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][0]), (const u8*)gain + k * VECTOR_SIZE, vector, barrier);
     if (shift) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][1]), (const u8*)shift + k * VECTOR_SIZE, vector, barrier);
   };
@@ -137,9 +130,7 @@ __launch_bounds__(THREADS, BLOCKS)
     for (u32 s = 0; s < STAGES; s++) ptx::mbarrier_init(full + s * 8, 1), ptx::mbarrier_init(empty + s * 8, WARPS * ARRIVALS);
     ptx::fence_mbarrier_init();
     ptx::fence_tensormap_acquire(maps + head.projection);
-#if OVERLAP
-    if (status && blockIdx.x == 0) *status = 0;
-#endif
+    if (!BESIDE && status && blockIdx.x == 0) *status = 0;
     for (u32 tile = begin; tile < min(begin + STAGES, end); tile++) load(tile);
   }
   __syncthreads();

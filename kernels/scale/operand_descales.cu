@@ -10,11 +10,6 @@
 #include "ptx/launch.cuh"
 #include "scale/types.cuh"
 
-// 1: the launch in front left none of the statistics, and began when these were there. It runs beside that, and ends after it.
-#ifndef OVERLAP
-#define OVERLAP 0
-#endif
-
 struct Layer {
   u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
   u32 n_q, n_kv, d_head, d_model;
@@ -55,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
   const u32 which = blockIdx.y;
-  if (!OVERLAP) ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (l.normalised && which < 2) return;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
@@ -88,7 +83,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   }
   // One descale a tensor: the largest of its heads.
   most = warp_largest(most), most_o = warp_largest(most_o);
-  if (OVERLAP) ptx::griddepcontrol_wait();
   if (lane) return;
   tensors[l.layer * 4 + which] = most;
   if (which == 2) tensors[l.layer * 4 + 3] = most_o;

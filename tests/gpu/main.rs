@@ -24,7 +24,6 @@ mod policies;
 mod power;
 mod products;
 mod qk_norm;
-mod schedules;
 mod shapes;
 mod small;
 mod weights;
@@ -53,7 +52,6 @@ fn main() -> ExitCode {
         power::tests(),
         products::tests(),
         qk_norm::tests(),
-        schedules::tests(),
         shapes::tests(),
         lost::tests(),
     ];

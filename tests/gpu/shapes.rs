@@ -17,7 +17,7 @@ tests![
 ];
 
 /// All that a plan leaves, as words.
-pub fn results(
+fn results(
     bounds: Option<&Buffer<sigmascale::bound::HeadBound>>,
     floats: [&Buffer<f32>; 3],
     status: &Buffer<u32>,
@@ -28,13 +28,13 @@ pub fn results(
     all
 }
 
-pub fn of_shape(engine: &ShapeEngine) -> Vec<u32> {
+fn of_shape(engine: &ShapeEngine) -> Vec<u32> {
     let floats = [engine.head_descales(), engine.tensor_descales(), engine.operand_bounds()];
     results(engine.head_bounds(), floats, engine.status())
 }
 
 /// What an engine over these layers leaves: of a plan, and of descales alone.
-pub fn expected(layers: &[LayerInput], stream: &Stream) -> [Vec<u32>; 2] {
+fn expected(layers: &[LayerInput], stream: &Stream) -> [Vec<u32>; 2] {
     [true, false].map(|plan| {
         // SAFETY: the callers hold the memory.
         let engine = unsafe { ScaleEngine::new(device(), layers, plan) }.unwrap();

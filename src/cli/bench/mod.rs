@@ -2,7 +2,6 @@
 
 mod attention;
 mod csv;
-mod schedules;
 mod spectral;
 mod timing;
 

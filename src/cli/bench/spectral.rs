@@ -4,7 +4,6 @@
 //! layer count. Weights are random BF16 in memory of their own for each layer, so that the L2 cache does not serve them.
 
 use super::csv::{Csv, CsvArgs};
-use super::schedules;
 use super::timing::{copy_bandwidth, device, median_us};
 use crate::bound::Tail;
 use crate::cli::model::{Model, files};
@@ -35,9 +34,6 @@ pub struct Args {
     /// Weights as one fused [in, out] matrix, as GPT-2 stores them
     #[arg(long)]
     conv1d: bool,
-    /// Compare schedules of the engine's launches instead, in turn, after a check that their results have equal bits
-    #[arg(long)]
-    schedules: bool,
     #[command(flatten)]
     output: CsvArgs,
 }
@@ -71,20 +67,6 @@ pub fn run(args: Args) -> Result<()> {
     let bandwidth = copy_bandwidth(&device, &stream)?;
     let (major, minor) = compiler_version()?;
     csv.line(&format!("# {} NVRTC {major}.{minor} copy {:.2} TB/s", device.name()?, bandwidth / 1e12));
-    if args.schedules {
-        csv.line("# us of a whole call: the median, and the smallest and largest; weights are not in the L2 cache");
-        csv.line(schedules::HEADER);
-        let others = Arc::new(weights(&device, &stream, &subject("2048,16,2,128", None)?, false)?);
-        for subject in &subjects {
-            let model = Arc::new(weights(&device, &stream, subject, args.conv1d)?);
-            let form = &subject.form;
-            let channels = (form.n_q + 2 * form.n_kv) * form.d_head * subject.layers;
-            let read = 2.0 * (channels * form.d_model) as f64 / bandwidth * 1e6;
-            let named = (subject.name.as_str(), subject.layers);
-            schedules::measure(&device, &stream, named, &model, &others, read, &mut csv)?;
-        }
-        return csv.finish();
-    }
     csv.line("# floor: one read of W_Q and W_K, for gram_head and power_*; floor_qkv: of W_V too, for the rest");
     csv.line("model,method,us_per_layer,ratio_to_floor");
     for subject in &subjects {

@@ -4,7 +4,6 @@ use super::grams::Grams;
 use super::norms;
 use super::products::Products;
 use super::results::Results;
-use super::schedule::Schedule;
 use super::tables::{Growth, HeadGram, LayerInput, Place, Task};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
@@ -66,9 +65,7 @@ fn rest(layer: &LayerInput) -> usize {
 }
 
 impl Bounds {
-    /// `chained`: for a plan in one chain of launches ([`Schedule::overlap`](super::Schedule)).
-    pub fn new(device: &Device, layers: &[LayerInput], places: &[Place], grams: &Grams, chained: bool) -> Result<Self> {
-        let variant = Schedule { overlap: chained, ..Schedule::default() }.variant();
+    pub fn new(device: &Device, layers: &[LayerInput], places: &[Place], grams: &Grams) -> Result<Self> {
         let first = &layers[0];
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
         let group = n_q / n_kv;
@@ -126,8 +123,8 @@ impl Bounds {
             certify,
             launch: Launch::linear(tasks.len(), threads, shared),
             products: if pairs.is_empty() { None } else { Some(Products::new(device, first, &pairs)?) },
-            plan: device.module(sources::LOGIT_BOUNDS, &variant)?.overlapping_kernel("scale_logit_bounds")?,
-            frobenius: device.module(sources::FROBENIUS, &variant)?.overlapping_kernel("scale_frobenius")?,
+            plan: device.module(sources::LOGIT_BOUNDS, &[])?.overlapping_kernel("scale_logit_bounds")?,
+            frobenius: device.module(sources::FROBENIUS, &[])?.overlapping_kernel("scale_frobenius")?,
             overlaps: device.arch().compute >= 90,
             lambdas: device.zeros(rest_at + rest(first) * count * n_q)?,
             growth: device.upload(&layers.iter().zip(places).map(|(l, place)| l.growth(place)).collect::<Vec<_>>())?,
@@ -187,16 +184,8 @@ impl Bounds {
         unsafe { self.frobenius.launch_early(stream, launch, &args, self.overlaps && in_plan) }
     }
 
-    /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales. `early`: no event was
-    /// waited for since the launch in front, which is that of [`Bounds::frobenius`], or of the descales without rotation.
-    pub fn finish(
-        &self,
-        stream: &Stream,
-        grams: &Grams,
-        stats: DevicePtr,
-        results: &Results,
-        early: bool,
-    ) -> Result<()> {
+    /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales.
+    pub fn finish(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: &Results) -> Result<()> {
         let Some(bounds) = &results.bounds else { return Ok(()) };
         let args = [
             self.shape,
@@ -213,6 +202,6 @@ impl Bounds {
         let launch = Launch::linear((self.layers * self.layer.n_q).div_ceil(4), 128, 0);
         // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it, on
         // this stream and on the one that it has waited for.
-        unsafe { self.plan.launch_early(stream, launch, &args, early) }
+        unsafe { self.plan.launch(stream, launch, &args) }
     }
 }

@@ -5,7 +5,6 @@ use super::group::Group;
 use super::host::DeviceWeights;
 use super::partition::Partition;
 use super::results::Results;
-use super::schedule::Schedule;
 use super::tables::{ChannelStats, LayerInput};
 use crate::bound::{HeadBound, HeadFrobenius};
 use crate::cuda::{Buffer, Device, DevicePtr, Stream};
@@ -46,40 +45,17 @@ impl ScaleEngine {
     /// 2. It stays valid, and is not written while a launch of this engine (or a graph of one) runs.
     pub unsafe fn new(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
         // SAFETY: the caller's promises.
-        unsafe { Self::scheduled(device, layers, with_grams, Schedule::default()) }
-    }
-
-    /// The same with launches arranged in another way. Results are equal bit for bit.
-    ///
-    /// # Errors
-    /// As [`ScaleEngine::new`].
-    ///
-    /// # Safety
-    /// As [`ScaleEngine::new`].
-    pub unsafe fn scheduled(
-        device: &Device,
-        layers: &[LayerInput],
-        with_grams: bool,
-        schedule: Schedule,
-    ) -> Result<Self> {
-        // SAFETY: the caller's promises.
-        unsafe { Self::set_up(device, layers, with_grams, schedule, false) }
+        unsafe { Self::set_up(device, layers, with_grams, false) }
     }
 
     /// # Safety
     /// As [`ScaleEngine::new`], but for a dry run, which reaches no address.
-    unsafe fn set_up(
-        device: &Device,
-        layers: &[LayerInput],
-        with_grams: bool,
-        schedule: Schedule,
-        dry: bool,
-    ) -> Result<Self> {
+    unsafe fn set_up(device: &Device, layers: &[LayerInput], with_grams: bool, dry: bool) -> Result<Self> {
         let partition = Partition::new(layers)?;
         let ((results, groups), bytes) = device.counting(dry, |device| {
             let results = Results::new(device, &partition.heads, layers, with_grams)?;
             // SAFETY: the caller's promises, for these layers.
-            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), with_grams, schedule) };
+            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), with_grams) };
             Ok((results, partition.groups().map(group).collect::<Result<Vec<_>>>()?))
         })?;
         let bounded = with_grams || layers.iter().all(|l| l.qk_norm.is_some());
@@ -99,22 +75,9 @@ impl ScaleEngine {
     /// # Errors
     /// As [`ScaleEngine::new`].
     pub fn over(device: &Device, weights: &Arc<DeviceWeights>, with_grams: bool) -> Result<Self> {
-        Self::scheduled_over(device, weights, with_grams, Schedule::default())
-    }
-
-    /// The same with launches arranged in another way. Results are equal bit for bit.
-    ///
-    /// # Errors
-    /// As [`ScaleEngine::new`].
-    pub fn scheduled_over(
-        device: &Device,
-        weights: &Arc<DeviceWeights>,
-        with_grams: bool,
-        schedule: Schedule,
-    ) -> Result<Self> {
         // SAFETY: 1. every range was checked against the memory that `weights` owns; 2. the engine holds it, and nothing
         // here writes it.
-        let mut engine = unsafe { Self::scheduled(device, weights.layers(), with_grams, schedule)? };
+        let mut engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
         engine.weights = Some(weights.clone());
         Ok(engine)
     }
@@ -145,7 +108,7 @@ impl ScaleEngine {
         self.descales_early(stream, false)
     }
 
-    /// [`ScaleEngine::descales`]. `early`: the launch in front is one of this crate, and may be waited for in a kernel.
+    /// [`ScaleEngine::descales`]. `early`: the launch in front is one of this crate, which a kernel may wait for.
     pub(super) fn descales_early(&self, stream: &Stream, early: bool) -> Result<()> {
         let mut groups = self.groups.iter().enumerate();
         groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0, early && i == 0))
@@ -220,7 +183,7 @@ impl ScaleEngine {
     /// As [`ScaleEngine::new`], but for memory.
     pub fn workspace_bytes_for(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<usize> {
         // SAFETY: a dry run.
-        Ok(unsafe { Self::set_up(device, layers, with_grams, Schedule::default(), true)? }.bytes)
+        Ok(unsafe { Self::set_up(device, layers, with_grams, true)? }.bytes)
     }
 
     /// The same engine with logit descales bound / (eta 448); 0.8 unless this is called.

@@ -1,7 +1,6 @@
 //! Gram matrices of every Q and K head: the cut of the work, the launches, and the reading for tests.
 
 use super::layout::Tables;
-use super::schedule::Schedule;
 use super::shares::{Shares, Unit};
 use super::storage::Storage;
 use super::tables::{Dtype, HeadGram, LayerInput, NO_ROW, Segment, StatTile, TensorMaps, has_sums};
@@ -75,7 +74,7 @@ struct Pass {
 
 impl Grams {
     /// For layers of one [`Storage`].
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, schedule: Schedule) -> Result<Self> {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Self> {
         let (first, processors) = (&layers[0], device.processors());
         let (r, d) = (first.d_head as u32, first.d_model);
         let Storage { dtype, rows, columns } = Storage::of(&[first.q.weight, first.k.weight]);
@@ -128,8 +127,7 @@ impl Grams {
         };
         let side = r.div_ceil(64) as usize;
         let blocks = side * (side + 1) / 2;
-        let overlap = schedule.variant();
-        let mut defines = match route {
+        let defines = match route {
             GramRoute::Generic => vec![],
             _ => vec![
                 ("D_HEAD", r.to_string()),
@@ -138,9 +136,6 @@ impl Grams {
                 ("SUMS", u32::from(sums).to_string()),
             ],
         };
-        if matches!(route, GramRoute::Rounded | GramRoute::Split) {
-            defines.extend(overlap.clone());
-        }
         let kernel = device.module(source, &defines)?.overlapping_kernel(name)?;
         kernel.allow_shared(shared)?;
         let grid = match route {
@@ -179,7 +174,7 @@ impl Grams {
                     }
                 };
                 Some(Pass {
-                    gain_kernel: device.module(sources::GAINS, &overlap)?.overlapping_kernel("scale_gains")?,
+                    gain_kernel: device.module(sources::GAINS, &[])?.overlapping_kernel("scale_gains")?,
                     gains: device.zeros(gain_bytes * projections)?,
                     scales: device.zeros(projections)?,
                     maps: TensorMaps::new(device, &built.projections, false, boxes, false)?,
@@ -216,9 +211,8 @@ impl Grams {
     }
 
     /// Puts the Grams on `stream`, and with them the statistics of Q and K where this pass has them; [`Grams::part_stats`] ends
-    /// what of these is left in parts. `status`: what [`Grams::clear`] returned. `early`: [`Norms::first`](super::norms::Norms::first) is
-    /// the launch in front.
-    pub fn launch(&self, stream: &Stream, [projections, stats, status]: [DevicePtr; 3], early: bool) -> Result<()> {
+    /// what of these is left in parts. `status`: what [`Grams::clear`] returned.
+    pub fn launch(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr, status: DevicePtr) -> Result<()> {
         let projections = Arg::Ptr(projections);
         let mut args = vec![Arg::Ptr(self.segments.ptr()), projections, Arg::Ptr(self.partials.ptr())];
         if let Some(pass) = &self.pass {
@@ -228,7 +222,7 @@ impl Grams {
             let of_gains = [projections, gains, scales, tiles, Arg::U32(pass.form), Arg::Ptr(status)];
             // SAFETY: 1. the arguments are the kernel's; 2. weights, gains and shifts are the ones that the engine's maker
             // promised, the status is the engine's; 3. a block writes the gains of its own projection, one of them the status.
-            unsafe { pass.gain_kernel.launch_early(stream, Launch { grid, block: 256, shared: 0 }, &of_gains, early)? };
+            unsafe { pass.gain_kernel.launch(stream, Launch { grid, block: 256, shared: 0 }, &of_gains)? };
             let tables = [self.shares.ptr(), pass.maps.ptr()].map(Arg::Ptr);
             let left = [pass.channel_parts.ptr(), stats].map(Arg::Ptr);
             args.extend(tables.into_iter().chain([gains, scales, tiles]).chain(left));

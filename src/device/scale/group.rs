@@ -6,7 +6,6 @@ use super::layout::{self, Tables};
 use super::norms::Norms;
 use super::qk_norm::QkNorm;
 use super::results::Results;
-use super::schedule::Schedule;
 use super::tables::{self, ChannelStats, LayerInput, Place};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
@@ -23,8 +22,6 @@ pub(super) struct Group {
     layer_table: Buffer<tables::Layer>,
     norms: Norms,
     descales: Kernel,
-    /// The descales' kernel of a plan in one chain of launches ([`Schedule::overlap`]), if it is one.
-    chained: Option<Kernel>,
     certified: Option<Certified>,
     qk_norm: Option<QkNorm>,
     /// Kernels may start before the one before them has ended, and wait for it (PDL).
@@ -41,25 +38,14 @@ struct Certified {
 impl Group {
     /// # Safety
     /// As [`ScaleEngine::new`](super::ScaleEngine::new).
-    pub unsafe fn new(
-        device: &Device,
-        picked: (Vec<LayerInput>, Vec<Place>),
-        with_grams: bool,
-        schedule: Schedule,
-    ) -> Result<Self> {
+    pub unsafe fn new(device: &Device, picked: (Vec<LayerInput>, Vec<Place>), with_grams: bool) -> Result<Self> {
         let (layers, places) = picked;
         let built = Tables::new(&layers, &places);
         let normalised = layers[0].qk_norm.is_some();
-        let norms = Norms::new(device, &layers, &built, schedule)?;
-        let mut chained = None;
         let certified = match with_grams && !normalised {
             true => {
-                let grams = Grams::new(device, &layers, &built, schedule)?;
-                if norms.is_first() && grams.has_stats && matches!(grams.route, GramRoute::Rounded | GramRoute::Split) {
-                    let module = device.module(sources::DESCALES, &schedule.variant())?;
-                    chained = Some(module.overlapping_kernel("scale_operand_descales")?);
-                }
-                let bounds = Bounds::new(device, &layers, &places, &grams, chained.is_some())?;
+                let grams = Grams::new(device, &layers, &built)?;
+                let bounds = Bounds::new(device, &layers, &places, &grams)?;
                 Some(Certified { grams, bounds })
             }
             false => None,
@@ -67,9 +53,8 @@ impl Group {
         Ok(Self {
             stats: device.zeros(built.rows)?,
             layer_table: device.upload(&built.layers)?,
-            norms,
+            norms: Norms::new(device, &layers, &built)?,
             descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_operand_descales")?,
-            chained,
             certified,
             qk_norm: if normalised { Some(QkNorm::new(device, &layers, &places)?) } else { None },
             // Without projections to read there is no kernel before the descales, but a fill.
@@ -96,24 +81,16 @@ impl Group {
         Ok(all)
     }
 
-    /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first. `early`: the
-    /// launch in front may be waited for in a kernel.
+    /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first. `early`: as of
+    /// [`Norms::every`].
     pub fn descales(&self, stream: &Stream, results: &Results, clear: bool, early: bool) -> Result<()> {
-        let status = if clear { self.norms.clear(&results.status, stream)? } else { DevicePtr::NULL };
-        self.norms.every(stream, [self.projections.ptr(), self.stats.ptr(), status], early)?;
-        self.operand_descales(stream, results, &self.descales, self.pdl, 1024)
+        let status = clear.then_some(&results.status);
+        self.norms.every(stream, [self.projections.ptr(), self.stats.ptr()], status, early)?;
+        self.operand_descales(stream, results, self.pdl, 1024)
     }
 
-    /// From the channel statistics. `pdl`: a kernel that leaves some of these is the last on the stream, or `kernel` says when it
-    /// waits.
-    fn operand_descales(
-        &self,
-        stream: &Stream,
-        results: &Results,
-        kernel: &Kernel,
-        pdl: bool,
-        threads: u32,
-    ) -> Result<()> {
+    /// From the channel statistics. `pdl`: a kernel that leaves some of these is the last on the stream.
+    fn operand_descales(&self, stream: &Stream, results: &Results, pdl: bool, threads: u32) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
             Arg::Ptr(self.stats.ptr()),
@@ -126,49 +103,38 @@ impl Group {
         let launch = Launch { grid: (self.layers.len() as u32, 3, 1), block: threads, shared };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are the engine's buffers, written for these
         // layers, ordered by the stream.
-        unsafe { kernel.launch_early(stream, launch, &args, pdl)? };
+        unsafe { self.descales.launch_early(stream, launch, &args, pdl)? };
         self.qk_norm.as_ref().map_or(Ok(()), |norm| norm.run(stream, results))
     }
 
     /// The Grams, if this group has them.
     pub fn grams(&self, stream: &Stream) -> Result<()> {
         let Some(Certified { grams, .. }) = &self.certified else { return Ok(()) };
-        grams.launch(stream, [self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL], false)
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
     }
 
     /// Operand descales and logit bounds. `side`: for what runs beside the certificates. `clear`: the status has to be cleared
-    /// first. `early`: the launch in front may be waited for in a kernel.
+    /// first. `early`: as of [`Group::descales`], for layers without Grams.
     pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool, early: bool) -> Result<()> {
         let Some(Certified { grams, bounds }) = &self.certified else {
             return self.descales(stream, results, clear, early);
         };
         let (projections, stats, status) = (self.projections.ptr(), self.stats.ptr(), results.status.ptr());
-        if let Some(descales) = &self.chained {
-            let cleared = if clear { status } else { DevicePtr::NULL };
-            self.norms.first(stream, [projections, stats, cleared], early)?;
-            grams.launch(stream, [projections, stats, DevicePtr::NULL], true)?;
-            grams.part_stats(stream, projections, stats)?;
-            bounds.norms(stream, grams, stats, status)?;
-            // Beside the eigenvalues' last blocks: the statistics were there when these began.
-            self.operand_descales(stream, results, descales, true, 256)?;
-            bounds.frobenius(stream, grams, stats, DevicePtr::NULL)?;
-            return bounds.finish(stream, grams, stats, results, true);
-        }
         let cleared = if clear { grams.clear(&results.status, stream)? } else { DevicePtr::NULL };
-        grams.launch(stream, [projections, stats, cleared], false)?;
+        grams.launch(stream, projections, stats, cleared)?;
         if !grams.has_stats {
-            self.norms.every(stream, [projections, stats, DevicePtr::NULL], false)?;
+            self.norms.every(stream, [projections, stats], None, false)?;
         }
         grams.part_stats(stream, projections, stats)?;
         // V and the descales beside the certificates: the one waits for memory, the others for tensor cores.
         side.wait_for(stream)?;
         let values = grams.has_stats && self.norms.values(side, projections, stats)?;
         // Blocks small enough for the room that certificates leave.
-        self.operand_descales(side, results, &self.descales, self.pdl && values, 256)?;
+        self.operand_descales(side, results, self.pdl && values, 256)?;
         bounds.norms(stream, grams, stats, status)?;
         bounds.frobenius(stream, grams, stats, DevicePtr::NULL)?;
         stream.wait_for(side)?;
-        bounds.finish(stream, grams, stats, results, false)
+        bounds.finish(stream, grams, stats, results)
     }
 
     /// Frobenius norms, after a plan, if this group has Grams.

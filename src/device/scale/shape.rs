@@ -2,7 +2,6 @@
 
 use super::addresses::AddressWriter;
 use super::engine::ScaleEngine;
-use super::schedule::Schedule;
 use super::tables::LayerInput;
 use crate::bound::HeadBound;
 use crate::cuda::{Buffer, Device, Stream};
@@ -35,16 +34,8 @@ impl ShapeEngine {
     /// # Errors
     /// As [`ScaleEngine::new`].
     pub fn new(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
-        Self::scheduled(device, layers, with_grams, Schedule::default())
-    }
-
-    /// The same with launches arranged in another way. Results are equal bit for bit.
-    ///
-    /// # Errors
-    /// As [`ScaleEngine::new`].
-    pub fn scheduled(device: &Device, layers: &[LayerInput], with_grams: bool, schedule: Schedule) -> Result<Self> {
         // SAFETY: 1. and 2. only launches reach the addresses, and those of this type put others in their place before.
-        let engine = unsafe { ScaleEngine::scheduled(device, layers, with_grams, schedule)? };
+        let engine = unsafe { ScaleEngine::new(device, layers, with_grams)? };
         let shapes = layers.iter().map(LayerInput::without_places).collect();
         Ok(Self { engine, writer: AddressWriter::new(device)?, shapes })
     }
@@ -94,7 +85,7 @@ impl ShapeEngine {
         }
         stream.bind()?;
         // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the first launch behind this
-        // one, of any group and route, is a plain one, which starts when this one has ended, or waits for that before it reads them.
+        // one, of any group and route, waits for its end: a plain one starts then, `scale_norms` waits before it reads a table.
         unsafe { self.writer.put(stream, self.engine.places(layers)?) }
     }
 
