@@ -1,13 +1,11 @@
 """Time of a weight sync's scales: the attention weights of a 7B-shaped model with 8 KV heads, layer by layer.
 
     RAYON_NUM_THREADS=1 python benches/scale_stream.py [LAYERS]
-    python benches/scale_stream.py bookkeeping
     python benches/scale_stream.py cuda
 
-Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``bookkeeping`` and ``cuda``
-need PyTorch. The first measures what Python and the crate do on the host for the 291 tensors of a 7B model whose scales
-are computed on a device: tensors are small, and the launch of the scale engine is left out. The second measures a whole
-sync of these tensors on a GPU, beside copies of all of them from pinned memory and on the device.
+Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``cuda`` needs PyTorch and a
+GPU: it measures a whole sync of the 291 tensors of the model, beside copies of all of them from pinned memory and on
+the device.
 """
 
 import sys
@@ -56,47 +54,8 @@ def cuda():
                 print(f"{run},{len(weights)},{size:.3f},{way},{wall:.5f},{cpu:.5f}")
 
 
-def bookkeeping():
-    import torch
-
-    from sigmascale import _serving
-    from sigmascale.torch import _host
-
-    torch.set_num_threads(1)
-    _serving._DEVICES = ("cpu",)
-    d, layers = 64, 32
-    config = {
-        "model_type": "llama",
-        "hidden_size": d,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    names = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj"]
-    shapes = dict.fromkeys(names, (d, d)) | {"self_attn.k_proj": (d // 2, d), "self_attn.v_proj": (d // 2, d)}
-    shapes |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
-    of_layer = lambda i: [
-        (f"model.layers.{i}.{name}.weight", torch.randn(shape).bfloat16()) for name, shape in shapes.items()
-    ]
-    weights = [pair for i in range(layers) for pair in of_layer(i)]
-    weights += [
-        (f"{name}.weight", torch.randn(8, d).bfloat16()) for name in ("model.embed_tokens", "model.norm", "lm_head")
-    ]
-    stream = sigmascale.ScaleStream(config)
-    list(stream.through(weights))
-    # The first pass made the engine.
-    _host.ScaleEngine.launch = lambda self, stream: None
-    print("run,tensors,layers,wall_s,cpu_s")
-    for run in range(20):
-        wall, cpu = time.perf_counter(), time.process_time()
-        for name, tensor in weights:
-            stream.push(name, tensor)
-        stream.finish()
-        print(f"{run},{len(weights)},{layers},{time.perf_counter() - wall:.5f},{time.process_time() - cpu:.5f}")
-
-
-if sys.argv[1:] in (["bookkeeping"], ["cuda"]):
-    {"bookkeeping": bookkeeping, "cuda": cuda}[sys.argv[1]]()
+if sys.argv[1:] == ["cuda"]:
+    cuda()
     raise SystemExit
 
 import ml_dtypes  # noqa: E402

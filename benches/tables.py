@@ -110,9 +110,9 @@ def spread(row):
     return f"{three(row['ms'])} ({three(row['low'])} to {three(row['high'])})"
 
 
-def comparison(name, columns):
+def comparison(rows, columns):
     """A row per call: ours in ms, then our speed relative to others; `columns` are pairs of contenders, ours and the other."""
-    rows, table, last = peers(name), [], None
+    table, last = [], None
     for shape in shapes(rows):
         for causal in (0, 1):
             of = lambda kernel: find(rows, kernel=kernel, causal=causal, **dict(zip(SHAPE, shape)))
@@ -128,7 +128,7 @@ def comparison(name, columns):
 def forward():
     pairs = [(ours, peer) for peer in ("cudnn", "fa3") for ours in ("sigmascale", "sigmascale+reorder")]
     header = ["heads", "call", "ms", "speed (cuDNN = 1)", "with reordering", "speed (FlashAttention-3 = 1)", "with reordering"]
-    return markdown([*header, "W, MHz"], comparison("forward", pairs))
+    return markdown([*header, "W, MHz"], comparison(peers("forward"), pairs))
 
 
 def from_bf16():
@@ -139,7 +139,17 @@ def from_bf16():
         "fa3+current": "its scales current",
         "cudnn-bf16": "speed (cuDNN BF16 = 1)",
     }
-    rows = comparison("from-bf16", [("sigmascale", other) for other in others])
+    rows = comparison(peers("from-bf16"), [("sigmascale", other) for other in others])
+    return markdown(["heads", "call", "ms", *others.values(), "W, MHz"], rows)
+
+
+def from_bf16_rope():
+    others = {
+        "cudnn+cast": "speed (cuDNN FP8 = 1)",
+        "fa3+cast": "speed (FlashAttention-3 FP8 = 1)",
+        "cudnn-bf16": "speed (cuDNN BF16 = 1)",
+    }
+    rows = comparison(record("2026-11-24-peers-rope-h200.csv"), [("sigmascale", other) for other in others])
     return markdown(["heads", "call", "ms", *others.values(), "W, MHz"], rows)
 
 
@@ -260,6 +270,28 @@ def training_step():
         table.append([name, "compiled" if compiled == "1" else "eager", *cells, f"{speeds['bf16']:,.0f}", *memory])
     heads = ["FP8, tokens per second (BF16 = 1)", "`rope=` in the cast", "BF16", "FP8, peak GiB", "BF16"]
     return markdown(["", "", *heads], table)
+
+
+def evidence():
+    rows = [row for row in record("2026-11-24-evidence-h200.csv") if row["model"] == "125m"]
+    table = []
+    for scenario in dict.fromkeys(row["scenario"] for row in rows):
+        for policy in ("bf16", "geometry", "current", "delayed-te"):
+            runs = [row for row in rows if (row["scenario"], row["policy"]) == (scenario, policy)]
+            if not runs:
+                continue
+            cells = []
+            for name in ("loss_last_50", "held_out_loss"):
+                # In scenarios that change nothing of BF16, its calm run took the same steps.
+                control = {row["seed"]: row for row in rows if row["policy"] == "bf16" and row["scenario"] != "spike"}
+                if scenario == "spike":
+                    control = {row["seed"]: row for row in rows if (row["policy"], row["scenario"]) == ("bf16", "spike")}
+                shown = [float(row[name]) - (policy != "bf16") * float(control[row["seed"]][name]) for row in runs]
+                cells.append(", ".join(f"{x:+.3f}" if policy != "bf16" else f"{x:.3f}" for x in shown))
+            counts = [", ".join(row[name] for row in runs) for name in ("overflow_steps", "skipped")]
+            table.append([f"`{scenario}`", "BF16 (losses)" if policy == "bf16" else f"`{policy}`", *cells, *counts])
+    heads = ["loss minus BF16's, by seed", "held-out loss minus BF16's", "steps with overflow, of 60", "skipped"]
+    return markdown(["scenario", "policy", *heads], table)
 
 
 def ablations():
@@ -437,6 +469,7 @@ TABLES = {
         scale_pass,
         forward,
         from_bf16,
+        from_bf16_rope,
         calls,
         training,
         bias,
@@ -444,6 +477,7 @@ TABLES = {
         attention_calls,
         refresh,
         training_step,
+        evidence,
         ablations,
         low_precision,
         low_precision_settings,
