@@ -362,6 +362,39 @@ def bias_emulation():
     return markdown(["keys", "mean of V", *list(rows[0])[2:]], [list(row.values()) for row in rows])
 
 
+def gradients():
+    rows = record("2026-11-24-attention-gradients-emulation.csv")
+    kinds = [key.removesuffix("_error") for key in rows[0] if key.endswith("_error")]
+    names = {
+        ("fp8-2048", "f32", "dQ"): "O of `fp8-2048`",
+        ("fp8-256", "f32", "dQ"): "O of `fp8-256`",
+        ("f16", "f32", "dQ"): "O of `f16`",
+        ("exact_o", "f32", "dQ"): "exact O and lse",
+        ("p_dp", "f32", "dQ"): "sum of P dP",
+        ("f16", "bf16", "dQ"): "O of `f16`, BF16 products",
+        ("f16", "bf16", "dK"): "",
+        ("exact_o", "bf16", "dQ"): "exact O and lse, BF16 products",
+        ("exact_o", "bf16", "dK"): "",
+    }
+    table = []
+    for (source, products, gradient), name in names.items():
+        row = find(rows, delta_from=source, products=products, gradient=gradient)
+        cells = [f"{row[f'{kind}_error']} / {row[f'{kind}_bias']}" for kind in kinds]
+        # An error of a tenth of the gradient.
+        cells = [f"**{cell}**" if float(row[f"{kind}_error"]) > 0.1 else cell for kind, cell in zip(kinds, cells)]
+        table.append([name, gradient, *cells])
+    return markdown(["delta from", "gradient: error / bias factor", *kinds], table)
+
+
+def tested_calls():
+    rows = record("2026-11-24-calls-cpu.csv")
+    table = []
+    for row in rows:
+        ran = f"refused: {row['refused']}" if row["refused"] else row["ran_in"] or "a function"
+        table.append([row["call"], ran, row["error"], row["error_exact_maxima"] or ("" if row["refused"] else "-")])
+    return markdown(["call", "ran in", "error", "with exact maxima"], table)
+
+
 def latent():
     rows = record("2026-11-23-latent-bounds.csv")
     names = {
@@ -482,6 +515,8 @@ TABLES = {
         low_precision,
         low_precision_settings,
         bias_emulation,
+        gradients,
+        tested_calls,
         low_precision_long,
         low_precision_kernels,
         delta_bias,

@@ -447,7 +447,7 @@ def _check(q, k, v, sequences):
             )
     if q.shape[2] % k.shape[2]:
         raise MismatchError(
-            f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads: each KV head serves as many"
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} KV heads: every KV head serves the same number"
         )
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:

@@ -145,6 +145,6 @@ def plan_of_module(module):
 
 def refuse_copies(kind):
     raise TypeError(
-        f"a {kind} belongs to its model and its device, and is neither copied nor pickled: save state_dict() of the runtime, "
+        f"a {kind} belongs to its model and its device, so it cannot be copied or pickled: save state_dict() of the runtime, "
         "and attach() to the other model"
     )

@@ -75,13 +75,14 @@ pub struct Args {
     /// Training steps instead of --kernels: forward and backward; P V in f16 unless --accumulator says otherwise
     #[arg(long)]
     backward: bool,
-    /// With --backward: dQ in FP8, by a scale of each row
+    /// With --backward: dQ in FP8, with a scale per row
     #[arg(long, requires = "backward")]
     dq_fp8: bool,
     /// With --backward: delta from the output before its rounding to BF16
     #[arg(long, requires = "backward", conflicts_with = "dq_fp8")]
     stabilise: bool,
-    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB [default: parts that make the memory of the step that of BF16's]
+    /// With --backward: run it in parts whose f32 sums of dQ take at most this many MiB [default: parts in which the
+    /// step needs no more memory than in BF16]
     #[arg(long, value_name = "MIB", requires = "backward")]
     sums: Option<usize>,
     /// Untimed warm-up launches

@@ -17,7 +17,7 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Reproduce the divergence of training with BF16 flash attention in one small layer, and the remedies that avert it
+/// Reproduce the divergence of training with BF16 flash attention in one small layer, with and without remedies
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
