@@ -1,6 +1,7 @@
 //! What each head rounds under a remedy.
 
-use super::options::{Arithmetic, LowPrecisionOptions};
+use super::arithmetic::Arithmetic;
+use super::options::LowPrecisionOptions;
 use super::remedy::Remedy;
 use crate::attention::{
     BackwardPrecision, Cast, Delta, Precision, Probabilities, PvAccumulator, ShiftLimit, Stabilised,

@@ -21,13 +21,15 @@
 //! [`Precision::BF16`]; every head is a call of its own, so that each can have its own casts. Source: "Why Low-Precision
 //! Transformer Training Fails", sections 3.2 and 3.3, Algorithms 1 to 3.
 
+mod arithmetic;
 mod casts;
 mod head;
 mod options;
 mod remedy;
 mod summary;
 
-pub use options::{Arithmetic, LowPrecisionOptions};
+pub use arithmetic::Arithmetic;
+pub use options::LowPrecisionOptions;
 pub use remedy::Remedy;
 pub use summary::{LowPrecisionSummary, Verdict, verdicts};
 

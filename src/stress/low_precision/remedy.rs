@@ -1,6 +1,6 @@
 //! What is done against the failure.
 
-use super::options::Arithmetic;
+use super::arithmetic::Arithmetic;
 use serde::Serialize;
 
 /// What is done against the failure. Each but [`Remedy::None`] changes one thing.
