@@ -2,7 +2,7 @@
 """This package's attention beside cuDNN's and FlashAttention-3's: one process, CUDA graphs for all, taking turns.
 
     peers.py forward     E4M3 operands in, attention alone
-    peers.py from-bf16   BF16 operands in, casts included
+    peers.py from-bf16   BF16 operands in, casts included; with --rope also RoPE of q and k
     peers.py training    BF16 operands in, forward and backward; peak memory
     peers.py calls       as forward, FlashAttention-3 alone: packed sequences, windows, head dimensions 96, 192/128, 256
     peers.py bias        mean signed error of the output where V has a mean
@@ -150,16 +150,19 @@ def calls(options):
 # Contenders. A maker takes a case and a number of sets and returns `launch(i)` for set i.
 
 
-def ours(case, sets, *, dtype, alone=False, telemetry=False):
-    """This package's forward. `alone`: without the cast or, for E4M3 operands, the reordering of V, done beforehand."""
+def ours(case, sets, *, dtype, alone=False, telemetry=False, rotated=False):
+    """This package's forward. `alone`: without the cast or, for E4M3 operands, the reordering of V, done beforehand.
+    `rotated`: with RoPE in the cast."""
     from sigmascale import _native
+    from sigmascale.torch import Rope
     from sigmascale.torch._hopper import Native, _conditions
 
     if not alone:
         native, plan = Native(), (case.ones(),) * 3
         words = torch.zeros(2 * (case.heads_q + case.heads_kv), 4, device="cuda", dtype=torch.int32)
         inputs, terms = case.operands(sets, dtype), _terms(case)
-        return lambda i: native.forward(*inputs[i], plan, terms, words if telemetry else None)
+        rope = Rope(*angles(case)) if rotated else None
+        return lambda i: native.forward(*inputs[i], plan, terms, words if telemetry else None, rope=rope)
     engine, calls = _native.Attention(torch.cuda.current_device()), []
     for q, k, v in case.operands(sets, dtype):
         call = {
@@ -178,6 +181,13 @@ def ours(case, sets, *, dtype, alone=False, telemetry=False):
         engine.forward(call, space, torch.cuda.current_stream().cuda_stream)
         calls.append((call, space))
     return lambda i: engine.attend(*calls[i], torch.cuda.current_stream().cuda_stream)
+
+
+def angles(case):
+    """Cosines and sines of every position, f32 (positions, dim / 2)."""
+    steps = 10000.0 ** (torch.arange(0, case.dim, 2, device="cuda") / -case.dim)
+    turns = torch.outer(torch.arange(case.seqlen, device="cuda"), steps)
+    return turns.cos(), turns.sin()
 
 
 def _terms(case):
@@ -346,16 +356,25 @@ class CudnnBf16:
         return sum(x.numel() * x.element_size() for x in kept) + space
 
 
-def cast_then(maker, how):
-    """An FP8 peer from BF16: casts by torch.compile, by given scales (`cast`) or by each tensor's own maximum (`current`)."""
+def cast_then(maker, how, rotated=False):
+    """An FP8 peer from BF16: casts by torch.compile, by given scales (`cast`) or by each tensor's own maximum
+    (`current`). `rotated`: q and k are turned in the same compiled function. `how` none: a peer in BF16, with nothing
+    but the turn."""
 
     def make(case, sets):
-        inputs, kernel, one = case.operands(sets), maker(case, 1), torch.ones((), device="cuda")
-        compiled = _casts()[how]
+        inputs, one, tables = case.operands(sets), torch.ones((), device="cuda"), ()
+        kernel = maker(case, 1) if how else maker(case, 1).run_forward
+        if rotated:
+            # As models have them: in the type of q and k.
+            tables = tuple(x[None, :, None].to(torch.bfloat16) for x in angles(case))
+        compiled = _casts()
 
         def launch(i):
-            for x in inputs[i]:
-                compiled(x, one)
+            q, k, v = inputs[i]
+            for x in (q, k):
+                compiled[how](x, one, *tables)
+            if how:
+                compiled[how](v, one)
             # On operands of its own: which numbers they are makes no difference to its time.
             kernel(0)
 
@@ -366,14 +385,26 @@ def cast_then(maker, how):
 
 @functools.cache
 def _casts():
-    def cast(x, scale):
-        return (x * scale).clamp(-448.0, 448.0).to(E4M3)
+    """Compiled casts by name; with cosines and sines x is turned first, in pairs (i, i + dim / 2)."""
 
-    def current(x, _):
+    def turn(x, _=None, cosine=None, sine=None):
+        if cosine is None:
+            return x
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
+
+    def cast(x, scale, *tables):
+        return (turn(x, None, *tables) * scale).clamp(-448.0, 448.0).to(E4M3)
+
+    def current(x, _, *tables):
+        x = turn(x, None, *tables)
         amax = x.abs().amax().float()
         return (x * (448.0 / amax)).clamp(-448.0, 448.0).to(E4M3), amax
 
-    return {f.__name__: torch.compile(f, dynamic=False) for f in (cast, current)}
+    # Each shape compiles them anew. Past the default limit of 8, PyTorch would run them uncompiled.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    makers = {"cast": cast, "current": current, None: turn}
+    return {how: torch.compile(f, dynamic=False) for how, f in makers.items()}
 
 
 def our_training(case, sets, sums_limit=None):
@@ -392,8 +423,8 @@ def our_training(case, sets, sums_limit=None):
     return launch
 
 
-def contenders(table):
-    """Makers by name."""
+def contenders(table, rotated=False):
+    """Makers by name. `rotated`: from BF16 before RoPE."""
     if table == "forward":
         return {
             "sigmascale": functools.partial(ours, dtype=E4M3, alone=True),
@@ -412,9 +443,13 @@ def contenders(table):
         }
     if table == "from-bf16":
         peers = {"cudnn": cudnn_fp8, "fa3": fa3}
-        cast = {f"{name}+{how}": cast_then(peer, how) for name, peer in peers.items() for how in ("cast", "current")}
+        hows = [(name, how) for name in peers for how in ("cast", "current")]
+        cast = {f"{name}+{how}": cast_then(peers[name], how, rotated) for name, how in hows}
         bf16 = lambda case, sets: CudnnBf16(case, sets, False).run_forward
-        return {"sigmascale": functools.partial(ours, dtype=torch.bfloat16), **cast, "cudnn-bf16": bf16}
+        if rotated:
+            bf16 = cast_then(functools.partial(CudnnBf16, backward=False), None, rotated)
+        own = functools.partial(ours, dtype=torch.bfloat16, rotated=rotated)
+        return {"sigmascale": own, **cast, "cudnn-bf16": bf16}
     others = {name: functools.partial(our_training, sums_limit=limit) for name, limit in PARTS.items()}
     return {"sigmascale": our_training, **others, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
 
@@ -491,7 +526,7 @@ class Smi:
 def compare(table, case, options, smi):
     """Rows of one case: every contender, taking turns."""
     graphs, reasons, memory = {}, {}, {}
-    for name, maker in contenders(table).items():
+    for name, maker in contenders(table, options.rope).items():
         if name not in options.kernels if options.kernels else name in PARTS:
             continue
         try:
@@ -605,6 +640,7 @@ def main():
     parser.add_argument("--seqlens", help="comma separated")
     parser.add_argument("--tokens", type=int, default=16384, help="batch = max(1, tokens / seqlen)")
     parser.add_argument("--causal", default="0,1", help="0: full, 1: causal")
+    parser.add_argument("--rope", action="store_true", help="of from-bf16: q and k come before RoPE")
     parser.add_argument("--kernels", nargs="*", help="these contenders alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of each contender in each round")
@@ -613,6 +649,8 @@ def main():
     options.shapes, seqlens = options.shapes or DEFAULTS[options.table][0], options.seqlens or DEFAULTS[options.table][1]
     options.seqlens = [int(n) for n in seqlens.split(",")]
     options.causal = [causal == "1" for causal in options.causal.split(",")]
+    if options.rope and options.table != "from-bf16":
+        parser.error(f"--rope is of from-bf16, not of {options.table}")
     if not torch.cuda.is_available():
         sys.exit("peers.py needs a CUDA device: PyTorch finds none")
     torch.cuda.set_stream(torch.cuda.Stream())

@@ -1,64 +1,65 @@
 """Time of a weight sync's scales: the attention weights of a 7B-shaped model with 8 KV heads, layer by layer.
 
     RAYON_NUM_THREADS=1 python benches/scale_stream.py [LAYERS]
-    python benches/scale_stream.py bookkeeping
+    python benches/scale_stream.py cuda
 
-Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``bookkeeping`` needs
-PyTorch: it measures what Python and the crate do on the host for the 291 tensors of a 7B model whose scales are
-computed on a device. Tensors are small, and the launch of the scale engine is left out.
+Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``cuda`` needs PyTorch and a
+GPU: it measures a whole sync of the 291 tensors of the model, beside copies of all of them from pinned memory and on
+the device.
 """
 
 import sys
 import time
 
-import ml_dtypes
-import numpy as np
-
 import sigmascale
 
 
-def bookkeeping():
+def cuda():
     import torch
 
-    from sigmascale import _serving
-    from sigmascale.torch import _host
+    shapes = {"self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096)}
+    shapes |= {"self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096)}
+    shapes |= {"mlp.down_proj": (4096, 14336), "input_layernorm": (4096,), "post_attention_layernorm": (4096,)}
+    layers, outside = 32, {"model.embed_tokens": (32000, 4096), "lm_head": (32000, 4096), "model.norm": (4096,)}
+    make = lambda shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+    weights = [(f"model.layers.{i}.{name}.weight", make(s)) for i in range(layers) for name, s in shapes.items()]
+    weights += [(f"{name}.weight", make(shape)) for name, shape in outside.items()]
+    # Pinned memory for each shape, and one place for copies: where a copy comes from and goes to does not change its time.
+    pinned = {shape: torch.empty(shape, dtype=torch.bfloat16, pin_memory=True) for shape in {x.shape for _, x in weights}}
+    place = {shape: torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in pinned}
+    config = {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 32}
+    stream = sigmascale.ScaleStream(config | {"num_key_value_heads": 8, "rope_theta": 10000.0})
 
-    torch.set_num_threads(1)
-    _serving._DEVICES = ("cpu",)
-    d, layers = 64, 32
-    config = {
-        "model_type": "llama",
-        "hidden_size": d,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    names = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj"]
-    shapes = dict.fromkeys(names, (d, d)) | {"self_attn.k_proj": (d // 2, d), "self_attn.v_proj": (d // 2, d)}
-    shapes |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
-    of_layer = lambda i: [
-        (f"model.layers.{i}.{name}.weight", torch.randn(shape).bfloat16()) for name, shape in shapes.items()
-    ]
-    weights = [pair for i in range(layers) for pair in of_layer(i)]
-    weights += [
-        (f"{name}.weight", torch.randn(8, d).bfloat16()) for name in ("model.embed_tokens", "model.norm", "lm_head")
-    ]
-    stream = sigmascale.ScaleStream(config)
-    list(stream.through(weights))
-    # The first pass made the engine.
-    _host.ScaleEngine.launch = lambda self, stream: None
-    print("run,tensors,layers,wall_s,cpu_s")
-    for run in range(20):
-        wall, cpu = time.perf_counter(), time.process_time()
+    def scales():
         for name, tensor in weights:
             stream.push(name, tensor)
         stream.finish()
-        print(f"{run},{len(weights)},{layers},{time.perf_counter() - wall:.5f},{time.process_time() - cpu:.5f}")
+
+    ways = {
+        "copy from the host": lambda: [place[x.shape].copy_(pinned[x.shape], non_blocking=True) for _, x in weights],
+        "copy on the device": lambda: [place[x.shape].copy_(x) for _, x in weights],
+        "scales": scales,
+    }
+    print("run,tensors,gigabytes,way,wall_s,cpu_s")
+    # The first pass makes the engine.
+    for run in range(-1, 7):
+        for way, work in ways.items():
+            torch.cuda.synchronize()
+            wall, cpu = time.perf_counter(), time.process_time()
+            work()
+            torch.cuda.synchronize()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            size = sum(tensor.nbytes for _, tensor in weights) / 1e9
+            if run >= 0:
+                print(f"{run},{len(weights)},{size:.3f},{way},{wall:.5f},{cpu:.5f}")
 
 
-if sys.argv[1:] == ["bookkeeping"]:
-    bookkeeping()
+if sys.argv[1:] == ["cuda"]:
+    cuda()
     raise SystemExit
+
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
 
 D, QUERY, KV = 4096, 4096, 1024
 layers = int(sys.argv[1]) if len(sys.argv) > 1 else 8

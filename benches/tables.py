@@ -110,9 +110,9 @@ def spread(row):
     return f"{three(row['ms'])} ({three(row['low'])} to {three(row['high'])})"
 
 
-def comparison(name, columns):
+def comparison(rows, columns):
     """A row per call: ours in ms, then our speed relative to others; `columns` are pairs of contenders, ours and the other."""
-    rows, table, last = peers(name), [], None
+    table, last = [], None
     for shape in shapes(rows):
         for causal in (0, 1):
             of = lambda kernel: find(rows, kernel=kernel, causal=causal, **dict(zip(SHAPE, shape)))
@@ -128,7 +128,7 @@ def comparison(name, columns):
 def forward():
     pairs = [(ours, peer) for peer in ("cudnn", "fa3") for ours in ("sigmascale", "sigmascale+reorder")]
     header = ["heads", "call", "ms", "speed (cuDNN = 1)", "with reordering", "speed (FlashAttention-3 = 1)", "with reordering"]
-    return markdown([*header, "W, MHz"], comparison("forward", pairs))
+    return markdown([*header, "W, MHz"], comparison(peers("forward"), pairs))
 
 
 def from_bf16():
@@ -139,7 +139,17 @@ def from_bf16():
         "fa3+current": "its scales current",
         "cudnn-bf16": "speed (cuDNN BF16 = 1)",
     }
-    rows = comparison("from-bf16", [("sigmascale", other) for other in others])
+    rows = comparison(peers("from-bf16"), [("sigmascale", other) for other in others])
+    return markdown(["heads", "call", "ms", *others.values(), "W, MHz"], rows)
+
+
+def from_bf16_rope():
+    others = {
+        "cudnn+cast": "speed (cuDNN FP8 = 1)",
+        "fa3+cast": "speed (FlashAttention-3 FP8 = 1)",
+        "cudnn-bf16": "speed (cuDNN BF16 = 1)",
+    }
+    rows = comparison(record("2026-11-24-peers-rope-h200.csv"), [("sigmascale", other) for other in others])
     return markdown(["heads", "call", "ms", *others.values(), "W, MHz"], rows)
 
 
@@ -262,6 +272,28 @@ def training_step():
     return markdown(["", "", *heads], table)
 
 
+def evidence():
+    rows = [row for row in record("2026-11-24-evidence-h200.csv") if row["model"] == "125m"]
+    table = []
+    for scenario in dict.fromkeys(row["scenario"] for row in rows):
+        for policy in ("bf16", "geometry", "current", "delayed-te"):
+            runs = [row for row in rows if (row["scenario"], row["policy"]) == (scenario, policy)]
+            if not runs:
+                continue
+            cells = []
+            for name in ("loss_last_50", "held_out_loss"):
+                # In scenarios that change nothing of BF16, its calm run took the same steps.
+                control = {row["seed"]: row for row in rows if row["policy"] == "bf16" and row["scenario"] != "spike"}
+                if scenario == "spike":
+                    control = {row["seed"]: row for row in rows if (row["policy"], row["scenario"]) == ("bf16", "spike")}
+                shown = [float(row[name]) - (policy != "bf16") * float(control[row["seed"]][name]) for row in runs]
+                cells.append(", ".join(f"{x:+.3f}" if policy != "bf16" else f"{x:.3f}" for x in shown))
+            counts = [", ".join(row[name] for row in runs) for name in ("overflow_steps", "skipped")]
+            table.append([f"`{scenario}`", "BF16 (losses)" if policy == "bf16" else f"`{policy}`", *cells, *counts])
+    heads = ["loss minus BF16's, by seed", "held-out loss minus BF16's", "steps with overflow, of 60", "skipped"]
+    return markdown(["scenario", "policy", *heads], table)
+
+
 def ablations():
     rows = record("2026-11-23-ablations.csv")
     paper = {("eta", "0.8"), ("delta", "1e-6"), ("kappa", "1"), ("quantile", "0.9999")}
@@ -330,6 +362,39 @@ def bias_emulation():
     return markdown(["keys", "mean of V", *list(rows[0])[2:]], [list(row.values()) for row in rows])
 
 
+def gradients():
+    rows = record("2026-11-24-attention-gradients-emulation.csv")
+    kinds = [key.removesuffix("_error") for key in rows[0] if key.endswith("_error")]
+    names = {
+        ("fp8-2048", "f32", "dQ"): "O of `fp8-2048`",
+        ("fp8-256", "f32", "dQ"): "O of `fp8-256`",
+        ("f16", "f32", "dQ"): "O of `f16`",
+        ("exact_o", "f32", "dQ"): "exact O and lse",
+        ("p_dp", "f32", "dQ"): "sum of P dP",
+        ("f16", "bf16", "dQ"): "O of `f16`, BF16 products",
+        ("f16", "bf16", "dK"): "",
+        ("exact_o", "bf16", "dQ"): "exact O and lse, BF16 products",
+        ("exact_o", "bf16", "dK"): "",
+    }
+    table = []
+    for (source, products, gradient), name in names.items():
+        row = find(rows, delta_from=source, products=products, gradient=gradient)
+        cells = [f"{row[f'{kind}_error']} / {row[f'{kind}_bias']}" for kind in kinds]
+        # An error of a tenth of the gradient.
+        cells = [f"**{cell}**" if float(row[f"{kind}_error"]) > 0.1 else cell for kind, cell in zip(kinds, cells)]
+        table.append([name, gradient, *cells])
+    return markdown(["delta from", "gradient: error / bias factor", *kinds], table)
+
+
+def tested_calls():
+    rows = record("2026-11-24-calls-cpu.csv")
+    table = []
+    for row in rows:
+        ran = f"refused: {row['refused']}" if row["refused"] else row["ran_in"] or "a function"
+        table.append([row["call"], ran, row["error"], row["error_exact_maxima"] or ("" if row["refused"] else "-")])
+    return markdown(["call", "ran in", "error", "with exact maxima"], table)
+
+
 def latent():
     rows = record("2026-11-23-latent-bounds.csv")
     names = {
@@ -393,6 +458,28 @@ def low_precision_long():
     return markdown(["remedy", "rate", "loss doubled", *ends], table)
 
 
+def low_precision_kernels():
+    table = []
+    for row in record("2026-11-24-low-precision-kernels.csv"):
+        doubled = row["loss_doubled_at"]
+        doubled = doubled if doubled == "-" else f"**{doubled}**"
+        table.append([f"`{row['arithmetic']}`", row["seed"], f"`{row['remedy']}`", doubled, row["loss_end"], row["w_q_end"]])
+    ends = ["loss at the end", "largest norm of W_Q of any head at the end (9.79 at the start)"]
+    return markdown(["arithmetic", "seed", "remedy", "loss doubled at step", *ends], table)
+
+
+def delta_bias():
+    names = {"fp8": "FP8, P V in F16", "fp8 stabilise": "the same, `stabilise=True`"}
+    signs = {"one": "one sign", "both": "both signs"}
+    rows = [row for row in record("2026-11-24-delta-bias-emulation.csv") if row["kernel"] in names]
+    percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
+    table = [
+        [names[row["kernel"]], signs[row["sign_of_v"]], percent(row["output_rms"]), percent(row["dq_error"])]
+        for row in rows
+    ]
+    return markdown(["attention", "V", "error of the output", "error of dQ"], table)
+
+
 def training_formats():
     rows = record("2026-11-23-training-formats.csv")
     table = []
@@ -415,6 +502,7 @@ TABLES = {
         scale_pass,
         forward,
         from_bf16,
+        from_bf16_rope,
         calls,
         training,
         bias,
@@ -422,11 +510,16 @@ TABLES = {
         attention_calls,
         refresh,
         training_step,
+        evidence,
         ablations,
         low_precision,
         low_precision_settings,
         bias_emulation,
+        gradients,
+        tested_calls,
         low_precision_long,
+        low_precision_kernels,
+        delta_bias,
         training_formats,
         latent,
         backward_order,

@@ -94,7 +94,7 @@ fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
         (vec!["diagnose"], 2, "RUN|CHECKPOINTS"),
         (vec!["diagnose", text(&file), "--growth", "0"], 2, "growth 0 must be finite and greater than 0"),
         (vec!["diagnose", text(&file), "--lr", "0.1"], 2, "--lr is for checkpoints"),
-        (vec!["diagnose", text(&file), TINY_LLAMA], 2, "one record of a run, or checkpoints alone"),
+        (vec!["diagnose", text(&file), TINY_LLAMA], 2, "one record of a run, or only checkpoints"),
         (vec!["diagnose", TINY_LLAMA], 2, "pass two or more checkpoints"),
         (vec!["diagnose", "absent.jsonl"], 3, "absent.jsonl: cannot read"),
         (vec!["diagnose", concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")], 3, "line 1 is not a record of a run"),

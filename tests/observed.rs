@@ -80,7 +80,7 @@ fn table_of_bounds_against_observation() {
         ];
         let cells: Vec<String> = columns
             .iter()
-            .map(|(bound, held)| if *held { format!("{bound:.1}") } else { format!("**{bound:.1} passed**") })
+            .map(|(bound, held)| if *held { format!("{bound:.1}") } else { format!("**{bound:.1} exceeded**") })
             .collect();
         println!("| {} | {:.1} | {} |", layer.layer, largest(seen.s.iter().copied()), cells.join(" | "));
     }
@@ -102,7 +102,7 @@ fn operands_neither_overflow_nor_waste_the_range() {
             for (kv_head, (amax, descale)) in amax.chunks(amax.len() / descales.len()).zip(descales).enumerate() {
                 let amax = largest(amax.iter().copied());
                 let bound = f64::from(descale.get()) * E4M3_MAX;
-                assert!(amax <= bound, "layer {} {name} KV head {kv_head}: {amax} passed {bound}", layer.layer);
+                assert!(amax <= bound, "layer {} {name} KV head {kv_head}: {amax} exceeds {bound}", layer.layer);
                 assert!(bound <= 4.0 * amax, "layer {} {name} KV head {kv_head}: {bound} for {amax}", layer.layer);
                 ratios.push(bound / amax);
             }

@@ -40,6 +40,10 @@
 #ifndef DQ8
 #define DQ8 0
 #endif
+// 1, in the first kernel: delta is taken from the output before its rounding.
+#ifndef RESIDUAL
+#define RESIDUAL 0
+#endif
 // 1: a logit a query head joins the row sum.
 #ifndef SINK
 #define SINK 0
@@ -82,9 +86,12 @@ struct Backward {
   const float* row_max;          // [batch, heads_q, len_q]: log2 of the row's largest P
   const float* v_norm;           // [batch, heads_kv]: bound on |v|, or null: what the range of E4M3 says
   i64 v_norm_strides[2];
+#elif RESIDUAL
+  const u16* residual;           // BF16, as o: what the rounding of the output took
+  i64 residual_strides[3];
 #endif
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4 + (DQ8 ? 4 * 8 : 0),
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4 + (DQ8 || RESIDUAL ? 4 * 8 : 0),
               "the host writes this layout");
 
 namespace {

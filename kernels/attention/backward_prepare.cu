@@ -55,12 +55,18 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 
   // Load every row's piece
   uint4 o[kRows / kPass] = {}, d_out[kRows / kPass] = {};
+#if RESIDUAL
+  uint4 residual[kRows / kPass] = {};
+#endif
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
     const int row = tile * kRows + i * kPass + threadIdx.x / kLanes;
     if (!is_live(row) || (p.delta != nullptr && !DQ8) || !has_v) continue;
     if (!DQ8 || p.delta == nullptr)
       o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
+#if RESIDUAL
+    residual[i] = *reinterpret_cast<const uint4*>(row_of(p.residual, p.residual_strides, batch, sequence.q_row + row, head) + 8 * piece);
+#endif
     d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, sequence.q_row + row, head) + 8 * piece);
   }
 
@@ -93,7 +99,12 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
     auto squares = [&](const uint4& x) { return dot(x.x, x.x, dot(x.y, x.y, dot(x.z, x.z, dot(x.w, x.w, 0.0f)))); };
     const float d_out_square = sum_of_row(squares(d_out[i]));
 #endif
-    float delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, 0.0f))));
+    float delta = 0.0f;
+#if RESIDUAL
+    const uint4 r = residual[i];
+    delta = dot(r.x, d_out[i].x, dot(r.y, d_out[i].y, dot(r.z, d_out[i].z, dot(r.w, d_out[i].w, 0.0f))));
+#endif
+    delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, delta))));
 #pragma unroll
     for (int lanes = 1; lanes < kLanes; lanes *= 2) delta += ptx::shuffle_xor(delta, lanes);
     const bool live = is_live(row);

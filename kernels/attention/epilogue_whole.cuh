@@ -70,6 +70,24 @@ __device__ __forceinline__ void store_bulk(const Consumer& c, const WorkItem& it
   ptx::bulk_commit();
 }
 
+#if RESIDUAL
+// What rounding to BF16 takes from O, of row `first_row` of the tile and the one eight below; O is lost.
+__device__ __forceinline__ void store_residual(const Params& p, const WorkItem& item, float (&o)[kValueDim / 2], int first_row, int quad) {
+#pragma unroll
+  for (int i = 0; i < kValueDim / 2; i += 2) {
+    const u32 rounded = ptx::bf16x2(o[i], o[i + 1]);
+    o[i] -= ptx::bf16_low(rounded), o[i + 1] -= ptx::bf16_high(rounded);
+  }
+  const int columns = kPadded ? p.columns : kValueDim;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = item.tile.row + first_row + 8 * r;
+    const i64 at = (((i64)item.tile.batch * p.len_q + item.q_row + row) * p.heads_q + item.tile.head) * columns;
+    store_row<Format::Bf16>(p.residual + at, row < lengths(p, item).q, o, r, quad, 0.0f, p.columns);
+  }
+}
+#endif
+
 __device__ __forceinline__ void epilogue(Consumer& c) {
   const Params& p = c.params;
   if (kPv == Pv::Flush && c.flushed) flush<false>(c.o, c.flushed_o(), c.rows.flush_rescale, false);
@@ -104,6 +122,9 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   if constexpr (kTelemetry) report(p, item, c.rows, c.o, my_row, known);
   if constexpr (kBulkStore) store_bulk(c, item, c.o);
   else store(p, item, c.o, my_row, quad);
+#if RESIDUAL
+  store_residual(p, item, c.o, my_row, quad);
+#endif
 }
 
 }  // namespace

@@ -8,6 +8,10 @@
 #ifndef ROW_MAX
 #define ROW_MAX 0
 #endif
+// 1: what the rounding of the output took is kept, for a backward whose delta is that of the output before it.
+#ifndef RESIDUAL
+#define RESIDUAL 0
+#endif
 
 // Extreme logits of one row in one split, in the form of `LogitWords`.
 struct alignas(8) Extremes {
@@ -53,9 +57,12 @@ struct Params {
   int columns;                   // of the output, where the kernel has more (PADDED)
 #if ROW_MAX
   float* row_max;                // as lse: log2 of the row's largest P
+#elif RESIDUAL
+  u16* residual;                 // [batch, len_q, heads_q, columns]: O before its rounding to BF16 minus O, in BF16
 #endif
 };
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 2 * 8 + 4 * 4 + (ROW_MAX ? 8 : 0),
+static_assert(!(ROW_MAX && RESIDUAL), "their addresses have one place");
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 2 * 8 + 4 * 4 + (ROW_MAX || RESIDUAL ? 8 : 0),
               "the host writes this layout");
 
 struct CombineParams {

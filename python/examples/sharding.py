@@ -78,7 +78,7 @@ class Ranks:
     def split(self, window):
         """This rank's inputs and targets of a batch of windows that are the same on all ranks."""
         if window.shape[0] % self.dp:
-            sys.exit(f"--batch {window.shape[0]} is no multiple of {self.dp} data parallel ranks")
+            sys.exit(f"--batch {window.shape[0]} is not a multiple of {self.dp} data parallel ranks")
         if self.mesh is not None:
             window = window.chunk(self.dp)[self.mesh.get_local_rank("dp")]
         parts = window[:, :-1], window[:, 1:]

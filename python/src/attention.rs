@@ -116,8 +116,8 @@ pub struct Forward {
     out: Array,
     lse: Array,
     stats: Option<Array>,
-    /// q, k, v, and for dQ in FP8 the largest P of each row.
-    saved: Option<(Array, Array, Array, Option<Array>)>,
+    /// q, k, v, and for dQ in FP8 the largest P of each row, or what the rounding of the output took.
+    saved: Option<(Array, Array, Array, Option<Array>, Option<Array>)>,
     accumulator: String,
     /// Cosines, sines, and whether pairs are neighbours: the cast turns q and k.
     rope: Option<(Array, Array, bool)>,
@@ -129,9 +129,10 @@ impl Forward {
     }
 
     fn saved(&self) -> Result<Option<SavedOperands>> {
-        let Some((q, k, v, row_max)) = &self.saved else { return Ok(None) };
+        let Some((q, k, v, row_max, residual)) = &self.saved else { return Ok(None) };
         let [q, k, v] = [("saved q", q), ("saved k", k), ("saved v", v)].map(|(name, x)| view(name, x));
-        Ok(Some(SavedOperands { q: q?, k: k?, v: v?, row_max: optional("row_max", row_max)? }))
+        let (row_max, residual) = (optional("row_max", row_max)?, optional("residual", residual)?);
+        Ok(Some(SavedOperands { q: q?, k: k?, v: v?, row_max, residual }))
     }
 
     fn rope(&self) -> Result<Option<Rope>> {
@@ -180,6 +181,8 @@ pub struct Backward {
     d_sinks: Option<Array>,
     /// For dQ in FP8.
     row_max: Option<Array>,
+    /// What the rounding of the output took.
+    residual: Option<Array>,
     deterministic: bool,
     sums_limit: Option<usize>,
 }
@@ -195,6 +198,7 @@ impl Backward {
             deterministic: self.deterministic,
             sums_limit: self.sums_limit,
             dq_fp8: self.row_max.is_some(),
+            residual: self.residual.is_some(),
         };
         engine.clone().with_options(options)
     }
@@ -206,7 +210,10 @@ impl Backward {
             v: view("v", &self.v)?,
             descales: descales(&self.descales)?,
             lse: view("lse", &self.lse)?,
-            delta: Delta::Output(view("out", &self.out)?),
+            delta: match &self.residual {
+                Some(residual) => Delta::Unrounded { out: view("out", &self.out)?, residual: view("residual", residual)? },
+                None => Delta::Output(view("out", &self.out)?),
+            },
             d_out: view("d_out", &self.d_out)?,
             dq: view("dq", &self.dq)?,
             dk: view("dk", &self.dk)?,

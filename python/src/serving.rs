@@ -162,7 +162,7 @@ impl ScaleStream {
         let spec = stream.spec();
         let reads = |d_head: usize| d_head.is_multiple_of(8) && (16..=256).contains(&d_head);
         if let Some(own) = spec.layers.iter().find(|own| !reads(own.d_head)) {
-            return Some(format!("d_head {} is no multiple of 8 from 16 to 256", own.d_head));
+            return Some(format!("d_head {} is not a multiple of 8 from 16 to 256", own.d_head));
         }
         let per_head = |index: usize| stream.tensors().names(index).qk_norm.is_some_and(|(q, _)| q.contains("{h}"));
         if spec.qk_norm.is_some_and(|norm| norm.shift) || (0..spec.layers.len()).any(per_head) {

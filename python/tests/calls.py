@@ -1,13 +1,14 @@
 """Attention calls as people make them, on small models with random weights: what runs them, and their error against
 PyTorch's attention beside that of descales from exact maxima.
 
-    python calls.py          # prints the table of docs/attention-calls.md, which was printed on a CPU
+    python calls.py          # prints CSV; benches/tables.py makes the table of docs/attention-calls.md from its record
     python calls.py TEXT     # the calls with TEXT in their name; -x raises the first exception
 
 Native calls run in the kernels on a Hopper GPU, and in the crate's CPU implementation on a CPU.
 """
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import sys
@@ -615,7 +616,9 @@ def refusal(call):
 
 
 def main():
-    print("| call | ran in | error | with exact maxima |\n|---|---|---|---|")
+    sys.stdout.reconfigure(line_buffering=True)
+    rows = csv.writer(sys.stdout, lineterminator="\n")
+    rows.writerow(["call", "ran_in", "error", "error_exact_maxima", "refused"])
     bad = 0
     for call in CALLS:
         if (call.gpu and DEVICE.type == "cpu") or not all(text in call.name for text in sys.argv[1:] if text != "-x"):
@@ -624,20 +627,20 @@ def main():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if call.refused:
-                    print(f"| {call.name} | refused: {refusal(call)} | | |", flush=True)
+                    rows.writerow([call.name, "", "", "", refusal(call)])
                     continue
                 ran, (ours, exact) = measured(call)
         except ImportError as error:
-            print(f"| {call.name} | not run: {' '.join(str(error).split())[:60]} | | |", flush=True)
+            rows.writerow([call.name, "", "", "", f"not run: {' '.join(str(error).split())[:60]}"])
             continue
         except Exception as error:
             if "-x" in sys.argv:
                 raise
             bad += 1
-            print(f"| {call.name} | {type(error).__name__}: {' '.join(str(error).split())[:150]} | | |", flush=True)
+            rows.writerow([call.name, "", "", "", f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"])
             continue
-        cell = "-" if exact is None else f"{exact:.4f}"
-        print(f"| {call.name} | {', '.join(ran) or 'a function'} | {ours:.4f} | {cell} |", flush=True)
+        cell = "" if exact is None else f"{exact:.4f}"
+        rows.writerow([call.name, ", ".join(ran), f"{ours:.4f}", cell, ""])
     sys.exit(bool(bad))
 
 

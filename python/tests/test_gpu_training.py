@@ -173,6 +173,30 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding(heads, d):
         fp8.attention(q, k, v, rows(2), dq_fp8=True)
 
 
+@pytest.mark.parametrize(("heads", "d", "d_v"), [((8, 2), 128, 128), ((4, 4), 64, 64), ((2, 1), 128, 72)])
+def test_stabilised_calls_take_delta_from_the_output_before_its_rounding(heads, d, d_v):
+    # Keys share a part, and dO has the sign of the output, so that dQ is what delta's error leaves of it.
+    q, k, v = tensors(2, 512, heads, d)
+    k[..., :8] += 4.0
+    q, k, v = leaves(q, k, v[..., :d_v].contiguous())
+    row = rows(heads[1])
+    calls = {
+        "emulated": lambda q, k, v: fp8.attention(q, k, v, row, backend="emulated", accumulator="f16"),
+        "plain": lambda q, k, v: fp8.attention(q, k, v, row),
+        "stabilised": lambda q, k, v: fp8.attention(q, k, v, row, stabilise=True),
+    }
+    outs = {name: call(q, k, v) for name, call in calls.items()}
+    assert torch.equal(outs["plain"], outs["stabilised"])
+    direction = outs["plain"].detach()
+    found = {name: torch.autograd.grad(out, (q, k, v), direction) for name, out in outs.items()}
+    off = {name: relative(found[name][0], found["emulated"][0]) for name in ("plain", "stabilised")}
+    assert off["stabilised"] < 0.8 * off["plain"], off
+    assert relative(found["stabilised"][2], found["plain"][2]) < 1e-3
+    compiled = torch.compile(calls["stabilised"], fullgraph=True)(q, k, v)
+    again = torch.autograd.grad(compiled, (q, k, v), direction)
+    assert all(relative(a, b) < 2e-3 for a, b in zip(again, found["stabilised"]))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("length", "keys", "rotary"), [(333, 333, 128), (70, 333, 128), (333, 333, 64)])
 def test_the_cast_turns_q_and_k(length, keys, rotary, interleaved, monkeypatch):

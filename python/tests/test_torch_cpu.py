@@ -145,7 +145,7 @@ def test_the_drop_in_has_the_arguments_of_pytorch():
         ("batch, seq, heads", lambda q, k, v: (q[0], k, v)),
         ("one type", lambda q, k, v: (q, k.double().half(), v)),
         ("same length", lambda q, k, v: (q, k, v[:, :-1])),
-        ("no multiple", lambda q, k, v: (q[:, :, :3], k, v)),
+        ("not a multiple", lambda q, k, v: (q[:, :, :3], k, v)),
         ("give it as bfloat16", lambda q, k, v: (q.double(), k, v)),
     ],
 )
@@ -341,7 +341,7 @@ def test_operands_that_are_no_tensors_or_empty_are_refused():
         (ValueError, "shape", {"v": torch.zeros(64)}),
         (TypeError, "n_q_heads must be an integer", {"n_q_heads": "4"}),
         (ValueError, "n_kv_heads 0", {"n_kv_heads": 0}),
-        (ValueError, "no multiple", {"n_kv_heads": 3}),
+        (ValueError, "not a multiple", {"n_kv_heads": 3}),
         (ValueError, "rotary 5", {"rotary": 5}),
         (ValueError, "rotary 64", {"rotary": 64}),
         (ValueError, "softmax_scale 0.0", {"softmax_scale": 0.0}),

@@ -98,7 +98,7 @@ MISTAKES = [
         Mismatch,
         "q and k must have the same batch",
     ),
-    ("heads", lambda: dense(q=make(2, 12, 3, 32)), Mismatch, "3 query heads are no multiple of 2"),
+    ("heads", lambda: dense(q=make(2, 12, 3, 32)), Mismatch, "3 query heads are not a multiple of 2"),
     ("no plan", lambda: dense(plan=None), TypeError, "plan must be a layer of a Runtime.*not None"),
     (
         "a whole runtime",

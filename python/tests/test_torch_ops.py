@@ -104,13 +104,13 @@ def test_bytes_and_two_outputs_are_all_that_is_saved():
     rest = [(torch.bfloat16, shapes[0]), (torch.float32, (2, 4, 33))]
     assert sorted(map(str, kept)) == sorted(map(str, [(torch.uint8, x) for x in shapes] + descales + rest))
     with torch.no_grad():
-        *_, q8, k8, v8, row_max, words = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, False, *how(), False)
-    assert q8.numel() + k8.numel() + v8.numel() + row_max.numel() + words.numel() == 0
+        *_, q8, k8, v8, row_max, residual, words = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, False, *how(), False)
+    assert all(x.numel() == 0 for x in (q8, k8, v8, row_max, residual, words))
 
 
-def how(causal=True, dq_fp8=False, **terms):
+def how(causal=True, dq_fp8=False, stabilise=False, **terms):
     """The operators' arguments behind ``report``."""
-    return _ops.arguments(_terms.Terms(causal, 0.2, **terms), "auto", "f16", dq_fp8=dq_fp8)
+    return _ops.arguments(_terms.Terms(causal, 0.2, **terms), "auto", "f16", dq_fp8=dq_fp8, stabilise=stabilise)
 
 
 def spans(*rows):
@@ -140,12 +140,12 @@ def made(kind):
     return terms
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dq in fp8"])
+@pytest.mark.parametrize("kind", [*KINDS, "dq in fp8", "stabilised"])
 @pytest.mark.parametrize("report", [False, True])
 def test_the_operators_pass_the_checks_of_pytorch(report, kind):
     q, k, v = operands()
     descales = [x.expand(2, -1) for x in rows()]
-    terms = how(**made(kind)) if kind in KINDS else how(dq_fp8=True)
+    terms = how(**made(kind)) if kind in KINDS else how(dq_fp8=kind == "dq in fp8", stabilise=kind == "stabilised")
     for saves in (True, False):
         given = (q, k, v) if saves else tuple(x.detach() for x in (q, k, v))
         sinks = terms[:1] if saves or terms[0] is None else (terms[0].detach(),)
@@ -155,7 +155,7 @@ def test_the_operators_pass_the_checks_of_pytorch(report, kind):
     torch.library.opcheck(OP_BACKWARD, (torch.randn_like(out), *saved, *descales, out, lse, *terms))
 
 
-def reference(q, k, v, terms):
+def reference(q, k, v, terms, row=None):
     """Output, log-sum-exp and gradients in f64 of the operands that E4M3 holds, with logits and mask in full."""
 
     def seen(x, descale):
@@ -163,7 +163,7 @@ def reference(q, k, v, terms):
         value = _casts.cast(x, descale).double() * _casts.spread(descale, x.shape[2])
         return (x.double() + (value - x.double()).detach()).transpose(1, 2)
 
-    q, k, v = (seen(x, d) for x, d in zip((q, k, v), rows(k.shape[2])))
+    q, k, v = (seen(x, d) for x, d in zip((q, k, v), row or rows(k.shape[2])))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = q @ k.transpose(2, 3) * terms.scale
     if terms.soft_cap:
@@ -217,6 +217,65 @@ def test_every_term_has_the_values_and_the_gradients_of_f64(kind, backend):
             how = _ops.arguments(terms, backend, "f16")
             again, again_lse, *_, words = OP(*hidden, *descales, None, True, *how, False)
         assert torch.equal(again, out) and torch.equal(again_lse, lse) and not words[4:, 3].any()
+
+
+def repeated(copies=3, tokens=16):
+    """Keys that repeat and share a part, values of one sign, and a gradient along the output: dQ is what delta leaves of it."""
+    generator = torch.Generator().manual_seed(3)
+    code = torch.randint(0, 2, (1, tokens, 4, 24), generator=generator) * 2.0 - 1.0
+    every = lambda x: x.repeat(1, copies, 1, 1).contiguous()
+    q = torch.cat([3.0 * code, torch.zeros(1, tokens, 4, 8)], 3)
+    k = torch.cat([code, torch.ones(1, tokens, 4, 8)], 3)[:, :, :2]
+    v = -(0.5 * torch.randn(1, tokens, 2, 32, generator=generator)).exp()
+    return [every(x).requires_grad_(True) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_stabilised_calls_take_delta_from_the_output_before_its_rounding(sinks):
+    q, k, v = repeated()
+    row = [x.detach().abs().amax(dim=(0, 1, 3))[:2] / 448 for x in (q, k, v)]
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if sinks else None
+    terms = _terms.Terms(False, 32**-0.5, sinks=sinks)
+    leaves = [q, k, v] + ([sinks] if sinks is not None else [])
+
+    def off(gradients):
+        return error(gradients[0], theirs[0])
+
+    call = lambda **how: fp8.attention(q, k, v, row, causal=False, sinks=sinks, **how)
+    plain, stabilised = call(), call(stabilise=True)
+    assert torch.equal(plain, stabilised), "the output itself does not change"
+    want, _ = reference(q, k, v, terms, row)
+    direction = plain.detach()
+    theirs = torch.autograd.grad(want, leaves, direction.double())
+    ours = {
+        name: torch.autograd.grad(out, leaves, direction)
+        for name, out in (("plain", plain), ("stabilised", stabilised), ("emulated", call(backend="emulated")))
+    }
+    assert off(ours["stabilised"]) < 0.3 * off(ours["plain"]), {name: off(x) for name, x in ours.items()}
+    assert off(ours["emulated"]) < 0.3 * off(ours["plain"]), "its delta is that of P and dP"
+    if sinks is not None:
+        assert error(ours["stabilised"][3], theirs[3]) <= error(ours["plain"][3], theirs[3])
+
+
+def test_a_plan_may_ask_for_it_and_calls_that_cannot_say_so():
+    runtime = Planned([layer()] * 2)
+    q, k, v = operands()
+    plan = runtime.layers[0]
+    grads = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, plan, **how).float().square().sum(), q)[0]
+    plain, asked = grads(), grads(stabilise=True)
+    assert not torch.equal(plain, asked)
+    plan.stabilise = True
+    assert torch.equal(grads(), asked)
+    with pytest.raises(sigmascale.ArgumentError, match="leave one of the two out"):
+        grads(dq_fp8=True)
+    with pytest.raises(sigmascale.ArgumentError, match="stabilise is for the accumulator 'f16', not 'fp8-256'"):
+        grads(accumulator="fp8-256")
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    with pytest.raises(sigmascale.UnsupportedError, match="stabilise is for this package's attention, .* dropout 0.1"):
+        fp8.scaled_dot_product_attention(*heads, dropout_p=0.1, enable_gqa=True, plan=plan, fallback="bf16")
+    # Without gradients nothing changes, and nothing is refused.
+    with torch.no_grad():
+        assert torch.isfinite(fp8.attention(q, k, v, plan)).all()
 
 
 def two_layers(plans):
@@ -320,7 +379,7 @@ def test_choices_that_are_none_are_refused(message, options):
 
 def test_the_operator_without_saved_operands_says_why_it_has_no_gradient():
     q, k, v = operands()
-    out, *_ = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, None, *how(), False)
+    out, *_ = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, False, *how(), False)
     with pytest.raises(RuntimeError, match="save=True"):
         out.sum().backward()
 

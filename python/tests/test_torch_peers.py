@@ -45,6 +45,21 @@ def test_calls_have_the_tokens_and_operations_of_their_kind(monkeypatch):
     assert full.flops() == 4 * 4 * 64 * 128 * 4096**2 and full.row == "64,8,128,4096,4,0"
 
 
+def test_casts_of_peers_turn_as_rope_does(monkeypatch):
+    peers, rope = script("peers", monkeypatch), pytest.importorskip("sigmascale.torch._rope")
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
+    casts, x, one = peers._casts(), torch.randn(2, 5, 3, 16), torch.ones(())
+    cosine, sine = (f(torch.arange(40).reshape(5, 8) * 0.3) for f in (torch.cos, torch.sin))
+    tables = cosine[None, :, None], sine[None, :, None]
+    turned = rope.turn(x, cosine, sine, False)
+    assert torch.allclose(casts[None](x, one, *tables), turned, atol=1e-6) and casts[None](x, one) is x
+    # Values at the edge of two codes may fall to either side.
+    differ = casts["cast"](x, 4 * one, *tables).float() != (4 * turned).to(peers.E4M3).float()
+    assert differ.float().mean() < 0.01
+    codes, amax = casts["current"](x, one, *tables)
+    assert torch.isclose(amax, turned.abs().amax()) and codes.float().abs().amax() == 448
+
+
 class Smi:
     of = staticmethod(lambda name: contextlib.nullcontext())
     medians = staticmethod(lambda name: ["600", "1800"])
@@ -66,10 +81,10 @@ def test_a_record_becomes_the_table_of_calls(monkeypatch, capsys, tmp_path):
 
         return lambda case, sets: lambda i: launch(case)
 
-    monkeypatch.setattr(peers, "contenders", lambda table: {name: maker(name) for name in milliseconds})
+    monkeypatch.setattr(peers, "contenders", lambda table, rotated: {name: maker(name) for name in milliseconds})
     monkeypatch.setattr(peers, "capture", lambda launch, sets: (launch(0), launch))
     monkeypatch.setattr(peers, "replay_ms", lambda name, sets, ms: milliseconds[name])
-    options = types.SimpleNamespace(kernels=None, sets=1, rounds=2, milliseconds=1.0, **OPTIONS)
+    options = types.SimpleNamespace(kernels=None, rope=False, sets=1, rounds=2, milliseconds=1.0, **OPTIONS)
     cases = [case for case in peers.calls(options) if case.heads_q == 64 and case.dim == 128 or case.dim_v == 128]
     for case in cases:
         peers.compare("calls", case, options, Smi)

@@ -27,6 +27,7 @@ use super::operands::{Operands, Rows, count};
 use super::precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator};
 use super::sequences::Sequence;
 use super::shift::Shift;
+use super::stochastic;
 use crate::error::Result;
 use crate::fp8::{self, Counts, OnOverflow};
 use crate::plan::ScalePlan;
@@ -251,6 +252,11 @@ impl Engine<'_> {
                     }
                 }
                 _ if precision.output == Cast::Bf16 => lanes::round_bf16(&mut tile.out),
+                _ if precision.output == Cast::Bf16Stochastic => {
+                    for (i, row) in tile.out.chunks_exact_mut(d_v).enumerate() {
+                        stochastic::round_row(row, (place.row + i) * call.shape.n_q_heads + place.head);
+                    }
+                }
                 _ => {}
             }
         }

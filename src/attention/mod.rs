@@ -49,6 +49,7 @@ mod sequences;
 mod shape;
 mod shift;
 mod stabilised;
+mod stochastic;
 #[cfg(test)]
 mod tests;
 

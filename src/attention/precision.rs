@@ -20,6 +20,9 @@ pub enum Cast {
     F32,
     /// Rounded to bfloat16, without a scale.
     Bf16,
+    /// The same, up or down with probabilities that keep the mean, by bits that follow from the element's place; of the output
+    /// alone.
+    Bf16Stochastic,
     /// Cast with the plan's descale; left in f32 where the plan has none.
     E4m3,
     /// The same in E5M2, whose range of 57344 is 128 times the plan's 448; on the CPU only.
@@ -34,6 +37,7 @@ impl Cast {
         match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
+            Self::Bf16Stochastic => "bf16-stochastic",
             Self::E4m3 => "e4m3",
             Self::E5m2 => "e5m2",
             Self::E4m3Ieee => "e4m3-240",
@@ -43,7 +47,7 @@ impl Cast {
     /// The FP8 format, and the power of two that brings the plan's range of 448 to it.
     pub(crate) fn fp8(self) -> Option<(Format, f32)> {
         match self {
-            Self::F32 | Self::Bf16 => None,
+            Self::F32 | Self::Bf16 | Self::Bf16Stochastic => None,
             Self::E4m3 => Some((Format::E4m3, 1.0)),
             Self::E5m2 => Some((Format::E5m2, 128.0)),
             Self::E4m3Ieee => Some((Format::E4m3Ieee, 0.5)),
@@ -289,6 +293,9 @@ impl Precision {
     /// The accumulators' rules.
     pub(super) fn check(&self, plan: &ScalePlan) -> Result<()> {
         self.pv_accumulator.check()?;
+        if self.operands == Cast::Bf16Stochastic {
+            return Err(Error::argument("bf16-stochastic is a cast of the output: give operands another"));
+        }
         let e4m3 = self.operands == Cast::E4m3;
         if self.qk_accumulator == QkAccumulator::Fp8 && !e4m3 {
             return Err(Error::argument("the FP8 accumulator of Q K^T needs operands in E4M3"));

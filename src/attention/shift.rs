@@ -40,6 +40,8 @@ pub enum ShiftLimit {
     Wrapped,
     /// This many nats for every such row, at most [`Stabilised::MAX_SHIFT`]. Biased: for comparison only.
     Fixed(f32),
+    /// `w mod ln 2`, whatever w is: less than an octave, which leaves P in E4M3 and F16 their range.
+    Octave,
 }
 
 impl ShiftLimit {
@@ -47,6 +49,13 @@ impl ShiftLimit {
     fn of(self, wanted: f32) -> f32 {
         const HALF: f32 = 0.5 * Stabilised::MAX_SHIFT;
         match self {
+            Self::Octave => {
+                if wanted.is_finite() {
+                    wanted % std::f32::consts::LN_2
+                } else {
+                    0.0
+                }
+            }
             _ if wanted <= Stabilised::MAX_SHIFT => wanted,
             // NaN and infinity have no remainder.
             Self::Wrapped => {

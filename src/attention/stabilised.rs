@@ -14,8 +14,11 @@
 //! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0. Past the limit m still moves with the row's maximum
 //! ([`ShiftLimit`](super::ShiftLimit)), since the same shift on every row would bias P.
 //!
-//! **With P in E4M3 or F16 it is refused**: `exp(-12.5)` is zero in E4M3 and `exp(-23)` in F16, even scaled as in
-//! [`P_SCALE`](super::P_SCALE), so that with beta = 2 a repeated maximum above that would empty its row.
+//! **With P in E4M3 or F16 only [`ShiftLimit::Octave`] is taken**: `exp(-12.5)` is zero in E4M3 and `exp(-23)` in F16, even
+//! scaled as in [`P_SCALE`](super::P_SCALE), so that with beta = 2 a repeated maximum above that would empty its row. It is there for
+//! comparison: in E4M3 it makes the largest P of the row wrong by up to 1/16, and in F16 it changes nothing that matters
+//! (docs/low-precision-failure.md). What helps there is an output that is rounded stochastically
+//! ([`Cast::Bf16Stochastic`](super::Cast::Bf16Stochastic)).
 
 use super::backend::AttentionOutput;
 use super::call::{AttentionCall, Inputs};
@@ -40,7 +43,7 @@ impl Stabilised {
     /// The CPU backend's forward with this softmax.
     ///
     /// # Errors
-    /// If P is in E4M3 or F16 (`is_unsupported`), if `beta` is not above 1, `epsilon` is negative or a fixed limit is not
+    /// If P is in E4M3 or F16 and the limit is longer than an octave (`is_unsupported`), if `beta` is not above 1, `epsilon` is negative or a fixed limit is not
     /// above zero and at most [`Stabilised::MAX_SHIFT`], and as [`Attention::forward`](super::Attention::forward).
     pub fn forward(
         &self,
@@ -49,10 +52,11 @@ impl Stabilised {
         plan: &ScalePlan,
         precision: &Precision,
     ) -> Result<StabilisedOutput> {
-        if matches!(precision.probabilities, Probabilities::E4m3 | Probabilities::F16) {
+        let scaled = matches!(precision.probabilities, Probabilities::E4m3 | Probabilities::F16);
+        if scaled && self.limit != ShiftLimit::Octave {
             return Err(Error::unsupported(
-                "the stabilised softmax needs P in f32 or bf16: the shift of a repeated maximum makes every P of its row \
-                 zero in E4M3 above 12.5 and in F16 above 23",
+                "with P in E4M3 or F16 the stabilised softmax needs ShiftLimit::Octave: a longer shift makes every P of a row \
+                 zero, in E4M3 above 12.5 nats and in F16 above 23",
             ));
         }
         if !(self.beta.is_finite() && self.beta > 1.0) {

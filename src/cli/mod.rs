@@ -4,8 +4,8 @@
 //!
 //! Exit codes: 0 done; 2 usage: an option that is unknown, breaks its rule or contradicts another one
 //! (`Error::is_argument`); 1 everything else: a path that is missing, a file that cannot be read or bounded, no GPU. `verify` has
-//! its own: 0 safe, 1 unsafe, 3 where the checkpoint cannot be read or bounded. So has `diagnose`: 0 calm, 1 an alarm was raised,
-//! 3 where the record or a checkpoint cannot be read.
+//! its own: 0 safe, 1 unsafe, 3 where the checkpoint cannot be read or bounded. So has `diagnose`: 0 no alarm, 1 an alarm was
+//! raised, 3 where the record or a checkpoint cannot be read.
 
 #[cfg(feature = "cuda")]
 mod bench;
@@ -47,7 +47,7 @@ use tracing_subscriber::EnvFilter;
 
 Results go to stdout, logs and progress to stderr; RUST_LOG=sigmascale=debug logs timings.
 Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable;
-diagnose: 0 calm, 1 alarm, 3 unreadable.")]
+diagnose: 0 no alarm, 1 alarm, 3 unreadable.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -24,17 +24,25 @@ const OUTPUT: &str = "\"Why Low-Precision Transformer Training Fails\", section 
 fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
     match kind {
         AlarmKind::DeltaBias => &[
-            ("keep P V and the output in f32 until delta is computed, or take delta from rowsum(P o dP)", OUTPUT),
             (
-                "where row maxima repeat: the stabilized softmax (attention::Stabilised), with its default limit, \
+                "keep P V and the output in f32 until delta is computed, or take delta from rowsum(P o dP); in this package \
+                 attention(.., stabilise=True), or plan.stabilise of the layer",
+                OUTPUT,
+            ),
+            (
+                "in BF16 where P V is rounded to BF16 and row maxima repeat: the stabilized softmax (attention::Stabilised), with \
+                 its default limit, which moves with the maximum",
+                "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
+            ),
+        ],
+        AlarmKind::RepeatedMaxima => &[
+            ("take delta from the output before its rounding: in this package attention(.., stabilise=True)", OUTPUT),
+            (
+                "in BF16 where P V is rounded to BF16: the stabilized softmax (attention::Stabilised), with its default limit, \
                  which moves with the maximum",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),
         ],
-        AlarmKind::RepeatedMaxima => &[(
-            "the stabilized softmax (attention::Stabilised), with its default limit, which moves with the maximum",
-            "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
-        )],
         AlarmKind::Saturation => &[(
             "take the descales from the current weights (policy geometry, refresh() after every step), or run the \
              layer in BF16",

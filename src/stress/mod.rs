@@ -50,7 +50,7 @@ pub use ablate::{AblationRow, Parameter, ablate};
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
 pub use low_precision::{
-    LowPrecisionOptions, LowPrecisionRun, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts,
+    Arithmetic, LowPrecisionOptions, LowPrecisionRun, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts,
 };
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};

@@ -164,7 +164,7 @@ impl TokenSummary {
         }
         if weights_change {
             note.push_str(
-                "; a step's forward has that step's weights, so what a layer reads changes with those below it",
+                "; a step's forward has that step's weights, so a layer's input changes with the layers below it",
             );
         }
         note

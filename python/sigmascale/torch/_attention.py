@@ -46,6 +46,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dq_fp8: bool = False,
+    stabilise: bool = False,
     rope: Rotation | None = None,
 ) -> torch.Tensor: ...
 
@@ -67,6 +68,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dq_fp8: bool = False,
+    stabilise: bool = False,
     rope: Rotation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -87,6 +89,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dq_fp8: bool = False,
+    stabilise: bool = False,
     rope: Rotation | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
@@ -113,6 +116,10 @@ def attention(
     ``dq_fp8``: the backward computes dQ by a product in FP8, for heads of at most 128 on a GPU. A step is about 3 %
     faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
 
+    ``stabilise``: where gradients are needed, keeps what the rounding of the output to bfloat16 took, and takes delta from
+    the output before it (2 bytes more per element of the output from forward to backward). The error of delta, which has one
+    sign where row maxima repeat and made trainings diverge, is gone then. For single layers set ``plan.stabilise``.
+
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
     that do not fit, :class:`UnsupportedError` for what the backend does not offer.
@@ -133,7 +140,7 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
         rope=rope,
-        how=How(backend, accumulator, fallback, bool(dq_fp8)),
+        how=How(backend, accumulator, fallback, bool(dq_fp8), bool(stabilise)),
     )
     out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
@@ -147,6 +154,7 @@ class How:
     accumulator: str | None = None
     fallback: str | None = None
     dq_fp8: bool = False
+    stabilise: bool = False
 
     def __post_init__(self):
         if self.fallback not in (None, "bf16"):
@@ -154,6 +162,10 @@ class How:
         given = self.accumulator
         if self.dq_fp8 and given not in (None, "f16"):
             raise ArgumentError(f"dq_fp8 is for the accumulator 'f16', not {given!r}: leave one of the two out")
+        if self.stabilise and self.dq_fp8:
+            raise ArgumentError("dq_fp8 takes delta from the rounded output, and stabilise does not: leave one of the two out")
+        if self.stabilise and given not in (None, "f16"):
+            raise ArgumentError(f"stabilise is for the accumulator 'f16', not {given!r}: leave one of the two out")
         if given is None or given == "f16":
             return
         keys = given[4:] if isinstance(given, str) and given.startswith("fp8-") else ""
@@ -207,6 +219,8 @@ def attend(
     """
     q, k, v = _lowered(q, k, v)
     _check(q, k, v, sequences)
+    if isinstance(plan, LayerPlan) and plan.stabilise and not how.stabilise:
+        how = dataclasses.replace(how, stabilise=True)
     call = _resolve(q, k, v, plan, softmax_scale, how)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     window = _window(window, causal, *lengths)
@@ -226,8 +240,14 @@ def attend(
         if reason is not None or not _turns_in_cast(q, k, v, terms, call):
             (q, k), rope = _rope.turned(rope, q, k), None
     refused = reason is not None
+    stabilised = how.stabilise and _saves(q, k, v, terms)
+    if refused and stabilised:
+        raise UnsupportedError(
+            f"stabilise is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels take delta from "
+            "their rounded output: leave stabilise out"
+        )
     # PyTorch's own gives a log-sum-exp by a slow way alone.
-    if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
+    if not refused and not stabilised and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _slower(q, k, v, calls[0])
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
@@ -324,8 +344,10 @@ def _call(q, k, v, terms, call, how, rope=None):
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
     o_descale = descales[3] if len(descales) > 3 else None
     # Operands that are E4M3 already have no dQ.
-    dq_fp8 = how.dq_fp8 and saves and q.dtype != E4M3
-    how = _ops.arguments(terms, call.backend, accumulator, call.label, dq_fp8)
+    trains = saves and q.dtype != E4M3
+    how = _ops.arguments(
+        terms, call.backend, accumulator, call.label, how.dq_fp8 and trains, how.stabilise and trains
+    )
     if rope is not None and saves:
         q, k = _rope.turned_back(rope, q, k)
     out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves, rope=rope)
@@ -425,7 +447,7 @@ def _check(q, k, v, sequences):
             )
     if q.shape[2] % k.shape[2]:
         raise MismatchError(
-            f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads: each KV head serves as many"
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} KV heads: every KV head serves the same number"
         )
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:

@@ -110,11 +110,12 @@ def _warn_of_emulation(d_head, capability):
     )
 
 
-def backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row_max=None):
+def backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row_max=None, residual=None):
     """Gradients of q, k and v before their casts, and of the sinks or None, from what the forward of ``chosen`` saved.
 
     An output of FP8 sums of P V is biased, and so would be delta, its product with ``grad``: then output and LSE are
-    computed again from the same operands, with P V in F16.
+    computed again from the same operands, with P V in F16. ``residual`` is what the rounding of the output took, where delta is to be
+    that of the output before it; the emulation's delta needs none.
     """
     q, k, v = operands
     if chosen.name == "emulated":
@@ -123,7 +124,7 @@ def backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row
         native = backend("native")
         if (chosen.name, accumulator) != ("native", "f16"):
             out, lse, _ = native.forward(*operands, descales, terms, accumulator="f16")
-        return native.backward(grad, operands, descales, out, lse, terms, row_max)
+        return native.backward(grad, operands, descales, out, lse, terms, row_max, residual)
     plain = terms.dense and q.shape[3] == v.shape[3]
     if not plain or (terms.causal and q.shape[1] != k.shape[1]):
         # PyTorch's kernels align such a mask to the first key.

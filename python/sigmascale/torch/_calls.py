@@ -96,11 +96,12 @@ def observed(label):
     return bool(_OBSERVERS.get(layer_of(label)))
 
 
-def saw_backward(lse, *call):
-    """Tells who waits for this backward."""
+def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
+    """Tells who waits for this backward: of the output that delta is taken from."""
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
     if observer is not None:
-        observer(*call)
+        out = out if residual is None else out.float() + residual.float()
+        observer(grad, operands, descales, out, terms)
 
 
 def count(layer, name, reason):

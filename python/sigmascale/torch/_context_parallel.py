@@ -69,7 +69,7 @@ def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, zigzag: bool = F
     chunks = ranks * (2 if zigzag else 1)
     if x.shape[dim] % chunks:
         raise ArgumentError(
-            f"a sequence of {x.shape[dim]} is no multiple of {chunks}, which {ranks} ranks share: pad it"
+            f"a sequence of {x.shape[dim]} is not a multiple of {chunks}, which {ranks} ranks share: pad it"
         )
     parts = x.chunk(chunks, dim)
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], dim) if zigzag else parts[rank].contiguous()
@@ -155,6 +155,11 @@ class _Call:
             if plan.per_call:
                 raise UnsupportedError(
                     "policy 'current' has other descales on each rank: context parallelism needs a plan"
+                )
+            if plan.stabilise:
+                raise UnsupportedError(
+                    f"the parts of a shared sequence are joined in PyTorch, and delta is that of the rounded output: set "
+                    f"stabilise of the plan of {plan.name} to False"
                 )
             keys = self.ranks * k.shape[1]
             if plan.positions is not None and keys > plan.positions:

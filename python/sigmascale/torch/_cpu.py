@@ -8,7 +8,7 @@ from ._emulation import seen_rows
 from ._results import add
 
 
-def forward(q, k, v, descales, terms, words, accumulator, save):
+def forward(q, k, v, descales, terms, words, accumulator, save, residual=None):
     """Output, log-sum-exp, and q, k and v in E4M3 if ``save``."""
     given = (q, k, v)
     operands = cast_all(*seen_rows(*given, terms), descales) if save else given
@@ -18,13 +18,17 @@ def forward(q, k, v, descales, terms, words, accumulator, save):
     for row in _native.host_forward(call):
         if words is not None and q.dtype != E4M3:
             add(words, torch.tensor(row, dtype=torch.int64).view(-1, 4), q.shape[2])
-    return out.to(torch.bfloat16), lse, operands
+    rounded = out.to(torch.bfloat16)
+    if residual is not None:
+        residual.copy_(out - rounded.float())
+    return rounded, lse, operands
 
 
-def backward(grad, operands, descales, out, lse, terms, dq_fp8=False):
+def backward(grad, operands, descales, out, lse, terms, dq_fp8=False, residual=None):
     """Gradients of q, k and v before their casts, and of the sinks; f32."""
     grads = [torch.empty(x.shape, dtype=torch.float32) for x in operands]
-    wide, grad, lse = out.float().contiguous(), grad.float().contiguous(), lse.contiguous()
+    out = out.float() if residual is None else out.float() + residual.float()
+    wide, grad, lse = out.contiguous(), grad.float().contiguous(), lse.contiguous()
     call = {"forward": _call(operands, descales, wide, lse, terms, "f16"), "d_out": grad, "dq_fp8": dq_fp8}
     d_sinks = _native.host_backward(call | dict(zip(("dq", "dk", "dv"), grads)))
     return (*grads, torch.tensor(d_sinks) if terms.sinks is not None else None)

@@ -11,7 +11,7 @@ class Emulated:
 
     name, per_tensor = "emulated", False
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False):
+    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, residual=None):
         q, k, v = seen_rows(q, k, v, terms)
         operands = cast_all(q, k, v, descales, words)
         q8, k8, v8 = _heads(*operands)
@@ -28,7 +28,10 @@ class Emulated:
         weights = (weights * P_SCALE).to(torch.float16 if accumulator == "f16" else E4M3).float()
         # Divided by the row sum with the sink in it.
         out = (weights @ v8) * (v_descale / P_SCALE) * torch.exp(top - lse)
-        out = torch.where(total > 0, out, 0.0).transpose(1, 2).to(torch.bfloat16)
+        wide = torch.where(total > 0, out, 0.0).transpose(1, 2)
+        out = wide.to(torch.bfloat16)
+        if residual is not None:
+            residual.copy_(wide - out.float())
         return out, lse.squeeze(3), operands
 
     def backward(self, grad, operands, descales, out, lse, terms):

@@ -473,7 +473,7 @@ _ELSEWHERE = {
     "max_seqlen_q": (None, "call flash_attn_with_kvcache on a batch of equal lengths"),
     "rotary_seqlens": (None, "rotate q and k before the call"),
     "page_table": (None, "call flash_attn_with_kvcache"),
-    "alibi_slopes": (None, "take PyTorch's attention with a mask that has the biases in it"),
+    "alibi_slopes": (None, "use PyTorch's attention with the biases in its mask"),
     "block_table": (None, "call flash_attn_with_kvcache for caches in pages"),
     "cache_batch_idx": (None, "put the rows of block_table in that order"),
 }

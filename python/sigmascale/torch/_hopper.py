@@ -36,11 +36,12 @@ class Native:
         given = terms.causal, window, soft_cap, terms.sinks is not None, terms.sequences is not None
         return _offers(q.shape[3], v.shape[3], *given)
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None, rope=None):
+    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None, residual=None, rope=None):
         """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs
-        none. ``rope``: the cast turns q and k; on a GPU alone."""
+        none. ``residual``, as the output: gets what its rounding took, if ``save``. ``rope``: the cast turns q and k; on
+        a GPU alone."""
         if q.is_cpu:
-            return _cpu.forward(q, k, v, descales, terms, words, accumulator, save)
+            return _cpu.forward(q, k, v, descales, terms, words, accumulator, save, residual)
         q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
         device = q.device
         saved = None
@@ -57,18 +58,19 @@ class Native:
             "out": out,
             "lse": lse,
             "stats": None if words is None else words.view(-1),
-            "saved": saved and (*saved, row_max),
+            "saved": saved and (*saved, row_max, residual),
             "accumulator": accumulator,
             "rope": rope and (rope.cosine, rope.sine, rope.interleaved),
         }
-        self._run("forward", call, device, _key(terms, q, k, v), accumulator, save, row_max is not None)
+        self._run("forward", call, device, _key(terms, q, k, v), accumulator, save, row_max is not None, residual is not None)
         return out, lse, saved or given
 
-    def backward(self, grad, operands, descales, out, lse, terms, row_max=None):
+    def backward(self, grad, operands, descales, out, lse, terms, row_max=None, residual=None):
         """Gradients of q, k and v before their casts, BF16, and of the sinks. ``out`` must be that of the accumulator ``f16``.
-        With ``row_max`` of its forward dQ is a product in FP8."""
+        With ``row_max`` of its forward dQ is a product in FP8, with ``residual`` delta is that of the output before its
+        rounding."""
         if grad.is_cpu:
-            return _cpu.backward(grad, operands, descales, out, lse, terms, row_max is not None)
+            return _cpu.backward(grad, operands, descales, out, lse, terms, row_max is not None, residual)
         q, k, v = (_aligned(x) for x in operands)
         device = q.device
         dq, dk, dv = (torch.empty(x.shape, device=device, dtype=torch.bfloat16) for x in operands)
@@ -88,6 +90,7 @@ class Native:
             "dv": dv,
             "d_sinks": d_sinks,
             "row_max": row_max,
+            "residual": residual,
             "deterministic": deterministic,
             **SUMS,
         }

@@ -209,7 +209,7 @@ def _check_shapes(layer):
         )
     if layer.n_q_heads % layer.n_kv_heads:
         raise ArgumentError(
-            f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads"
+            f"{layer.name}: {layer.n_q_heads} query heads are not a multiple of {layer.n_kv_heads} KV heads"
         )
     for key, heads in [("q", layer.n_q_heads), ("k", layer.n_kv_heads), ("v", layer.n_kv_heads)]:
         weight = getattr(layer, key)
@@ -488,7 +488,7 @@ def find(model: torch.nn.Module) -> list[Layer]:
     """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none.
 
     Returns a list of :class:`Layer`, one for each attention layer in order; of a pipeline stage, those that it has.
-    Raises :class:`UnsupportedError` if the model or a tensor of it is not understood.
+    Raises :class:`UnsupportedError` if the model or one of its tensors is not supported.
     """
     layers = Layers(_distributed.unwrapped(model))
     if layers.sliced:
@@ -501,7 +501,7 @@ def _table(model, units):
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         raise UnsupportedError(
-            f"{type(model).__name__} is not understood: it has no Hugging Face config. Name its attention layers with "
+            f"{type(model).__name__} has no Hugging Face config: describe its attention layers with "
             "layers=[sigmascale.torch.Layer(...), ...]"
         )
     text = config.to_json_string(use_diff=False)

@@ -3,10 +3,10 @@ checkpoints see them.
 
 Addresses and streams are read inside them alone. ``attention`` returns the output and the log-sum-exp. With ``save`` it also
 returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since PyTorch lacks some operations on
-float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, and with ``report`` the telemetry of the call, else
-empty tensors. It writes into none of its arguments: a checkpoint in compiled code would keep such a one until the backward, and
-autograd refuses that after the next call. Gradients pass through the casts unchanged (straight-through); those of the sinks are
-empty where there are none.
+float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, for ``stabilise`` what the rounding of the output
+took, and with ``report`` the telemetry of the call, else empty tensors. It writes into none of its arguments: a checkpoint in
+compiled code would keep such an argument until the backward, and autograd refuses it there once another call has written into
+it. Gradients pass through the casts unchanged (straight-through); those of the sinks are empty where there are none.
 
 Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
 ``label`` says whose call it is (:mod:`_calls`).
@@ -26,31 +26,31 @@ _DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
 _TERMS = (
     "Tensor? sinks, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, SymInt max_len_q, SymInt max_len_k, "
     "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator, "
-    "bool dq_fp8, Tensor? label"
+    "bool dq_fp8, bool stabilise, Tensor? label"
 )
 
 # Kept for the life of the process: the operators go with it.
 _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_DESCALES}, Tensor? o_descale, bool report, {_TERMS}, bool save) "
-    "-> (Tensor out, Tensor lse, Tensor q8, Tensor k8, Tensor v8, Tensor row_max, Tensor words)",
+    "-> (Tensor out, Tensor lse, Tensor q8, Tensor k8, Tensor v8, Tensor row_max, Tensor residual, Tensor words)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"attention_backward(Tensor grad, Tensor q8, Tensor k8, Tensor v8, Tensor? row_max, {_DESCALES}, Tensor out, Tensor lse, "
-    f"{_TERMS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
+    f"attention_backward(Tensor grad, Tensor q8, Tensor k8, Tensor v8, Tensor? row_max, Tensor? residual, {_DESCALES}, "
+    f"Tensor out, Tensor lse, {_TERMS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # Of which a checkpoint policy that saves everything keeps nothing.
 _LIBRARY.define("report(Tensor(a!) words, Tensor called, int n_q) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def arguments(terms, backend, accumulator, label=None, dq_fp8=False):
+def arguments(terms, backend, accumulator, label=None, dq_fp8=False, stabilise=False):
     """``terms`` as the operators take them."""
     sequences, where = terms.sequences, (None, None, None, None, 0, 0)
     if sequences is not None:
         where = (*sequences.places, sequences.max_len_q, sequences.max_len_k)
-    how = terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator, dq_fp8, label
+    how = terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator, dq_fp8, stabilise, label
     return (terms.sinks, *where, *how)
 
 
@@ -82,14 +82,18 @@ def _words(q, k, report):
 
 
 def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, rope=None):
-    *terms, backend, accumulator, dq_fp8, label, save = how
+    *terms, backend, accumulator, dq_fp8, stabilise, label, save = how
     _distributed.refuse_context_parallel()
     terms = _terms(*terms)
     chosen = _backends.choose(backend, q, v, terms)
     if dq_fp8 and save and chosen.name != "native":
         raise UnsupportedError(f"dq_fp8 is for this package's kernels, and {chosen.name} takes this call: leave it out")
-    row_max = _row_max(q, dq_fp8 and save)
+    if stabilise and save and chosen.name not in ("native", "emulated"):
+        raise UnsupportedError(f"stabilise is for this package's kernels, and {chosen.name} takes this call: leave it out")
+    row_max, residual = _row_max(q, dq_fp8 and save), _residual(q, v, stabilise and save)
     kept = {"row_max": row_max} if row_max.numel() else {}
+    if residual.numel():
+        kept["residual"] = residual
     if rope is not None:
         kept["rope"] = rope
     given = (q_descale, k_descale, v_descale) + (() if o_descale is None else (o_descale,))
@@ -101,7 +105,7 @@ def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, r
     _calls.count(layer, chosen.name, _backends.reason(backend, chosen.name, q.shape[3], q.is_cuda))
     _calls.saw(layer, q, k, v, lse, save, words is not None)
     saved = (x.contiguous().view(torch.uint8) if save else x.new_empty(0, dtype=torch.uint8) for x in operands)
-    return (out, lse, *saved, row_max)
+    return (out, lse, *saved, row_max, residual)
 
 
 def _row_max(q, wanted):
@@ -111,28 +115,35 @@ def _row_max(q, wanted):
     return q.new_empty((batch, heads, length) if wanted else (0,), dtype=torch.float32)
 
 
+def _residual(q, v, wanted):
+    """Room for what the rounding of the output takes. q in E4M3 gets no gradient."""
+    return q.new_empty((*q.shape[:3], v.shape[3]) if wanted and q.dtype != E4M3 else (0,), dtype=torch.bfloat16)
+
+
 def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, report, *how):
     out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.bfloat16)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     saved = (x.new_empty(x.shape if how[-1] else (0,), dtype=torch.uint8) for x in (q, k, v))
-    return (out, lse, *saved, _row_max(q, how[-3] and how[-1]), _words(q, k, report))
+    kept = _row_max(q, how[-4] and how[-1]), _residual(q, v, how[-3] and how[-1])
+    return (out, lse, *saved, *kept, _words(q, k, report))
 
 
-def _backward(grad, q8, k8, v8, row_max, q_descale, k_descale, v_descale, out, lse, *how):
-    *terms, backend, accumulator, dq_fp8, _ = how
-    row_max = row_max if dq_fp8 else None
+def _backward(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, v_descale, out, lse, *how):
+    *terms, backend, accumulator, dq_fp8, stabilise, _ = how
+    row_max, residual = row_max if dq_fp8 else None, residual if stabilise else None
     terms, operands = _terms(*terms), [x.view(E4M3) for x in (q8, k8, v8)]
     chosen = _backends.choose(backend, operands[0], operands[2], terms)
     with _in_full(chosen, grad.device):
         descales = _of_backend(chosen, (q_descale, k_descale, v_descale))
-        _calls.saw_backward(lse, grad, operands, descales, out, terms)
-        *grads, d_sinks = _backends.backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row_max)
+        _calls.saw_backward(lse, grad, operands, descales, out, terms, residual)
+        kept = {"row_max": row_max, "residual": residual}
+        *grads, d_sinks = _backends.backward(grad, operands, descales, out, lse, terms, chosen, accumulator, **kept)
     if d_sinks is None:
         d_sinks = grad.new_empty(0, dtype=torch.float32)
     return (*(g.to(torch.bfloat16).contiguous() for g in grads), d_sinks)
 
 
-def _backward_shapes(grad, q8, k8, v8, row_max, q_descale, k_descale, v_descale, out, lse, sinks, *_):
+def _backward_shapes(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, v_descale, out, lse, sinks, *_):
     grads = (x.new_empty(x.shape, dtype=torch.bfloat16) for x in (q8, k8, v8))
     return (*grads, grad.new_empty(0 if sinks is None else sinks.shape, dtype=torch.float32))
 
@@ -147,11 +158,11 @@ class _Differentiable(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 result = attention(q, k, v, *rest)
-        out, lse, *operands, row_max = result[:6]
+        out, lse, *operands, row_max, residual = result[:7]
         if rest[-1]:
             # Sinks and places are tensors.
-            row_max = row_max if rest[-3] else None
-            ctx.save_for_backward(*operands, row_max, *rest[:3], out, lse, *rest[_SINKS : _SINKS + 5])
+            row_max, residual = row_max if rest[-4] else None, residual if rest[-3] else None
+            ctx.save_for_backward(*operands, row_max, residual, *rest[:3], out, lse, *rest[_SINKS : _SINKS + 5])
         ctx.how, ctx.direct, ctx.types = (*rest[_SINKS + 5 : -2], None), direct, (q.dtype, k.dtype, v.dtype)
         ctx.mark_non_differentiable(*result[1:])
         ctx.set_materialize_grads(False)
@@ -169,7 +180,7 @@ class _Differentiable(torch.autograd.Function):
             raise RuntimeError("sigmascale::attention with save=False keeps nothing for a backward: pass save=True")
         run = _backward if ctx.direct and plain(grad) else attention_backward
         *grads, d_sinks = run(grad, *saved, *ctx.how)
-        sinks = saved[9]
+        sinks = saved[10]
         d_sinks = None if sinks is None else d_sinks.to(sinks.dtype)
         return (*(g.to(t) for g, t in zip(grads, ctx.types)), d_sinks, None, None, None)
 

@@ -30,6 +30,8 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
+    # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
+    stabilise: bool = False
     key: int
     label: torch.Tensor
     logit_descale: torch.Tensor | None
@@ -152,6 +154,6 @@ def plan_of_module(module):
 
 def refuse_copies(kind):
     raise TypeError(
-        f"a {kind} belongs to its model and its device, and is neither copied nor pickled: save state_dict() of the runtime, "
+        f"a {kind} belongs to its model and its device, so it cannot be copied or pickled: save state_dict() of the runtime, "
         "and attach() to the other model"
     )

@@ -30,7 +30,7 @@ def part(runtime, saved):
     mine = {"version": VERSION, "policy": runtime.policy, "shape": _shape(runtime)}
     for key in (*mine, "places", "descales", "state"):
         if key not in saved:
-            raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
+            raise MismatchError(f"the saved state has no {key!r}: it is not the state of a sigmascale runtime")
     for key in ("version", "policy"):
         if saved[key] != mine[key]:
             raise MismatchError(f"the saved state has {key} {saved[key]!r}, this runtime {mine[key]!r}")

@@ -168,7 +168,7 @@ def test_calls_that_cannot_be_are_refused():
         fp8.ring_attention(q[:, 1:], k[:, 1:], v[:, 1:], rows(3), group)
     with pytest.raises(sigmascale.MismatchError, match="as many keys as queries"):
         fp8.ring_attention(q, k[:, 1:], v[:, 1:], rows(3), group)
-    with pytest.raises(sigmascale.ArgumentError, match="47 is no multiple of 4"):
+    with pytest.raises(sigmascale.ArgumentError, match="47 is not a multiple of 4"):
         cp.shard_sequence(q[:, 1:], group, zigzag=True)
     model = Plain(width=48, heads=3, kv_heads=3)
     layers = [functools.partial(describe, block) for block in model.blocks]

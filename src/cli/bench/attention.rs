@@ -75,10 +75,14 @@ pub struct Args {
     /// Training steps instead of --kernels: forward and backward; P V in f16 unless --accumulator says otherwise
     #[arg(long)]
     backward: bool,
-    /// With --backward: dQ in FP8, by a scale of each row
+    /// With --backward: dQ in FP8, with a scale per row
     #[arg(long, requires = "backward")]
     dq_fp8: bool,
-    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB [default: parts that make the memory of the step that of BF16's]
+    /// With --backward: delta from the output before its rounding to BF16
+    #[arg(long, requires = "backward", conflicts_with = "dq_fp8")]
+    stabilise: bool,
+    /// With --backward: run it in parts whose f32 sums of dQ take at most this many MiB [default: parts in which the
+    /// step needs no more memory than in BF16]
     #[arg(long, value_name = "MIB", requires = "backward")]
     sums: Option<usize>,
     /// Untimed warm-up launches
@@ -223,6 +227,7 @@ pub fn run(args: Args) -> Result<()> {
     let options = BackwardOptions {
         sums_limit: args.sums.map(|mib| mib.saturating_mul(1 << 20)),
         dq_fp8: args.dq_fp8,
+        residual: args.stabilise,
         ..BackwardOptions::default()
     };
     let timing = Timing { stream, warmup: args.warmup, reps: args.reps, sets, graph: !args.no_graph };
@@ -269,7 +274,7 @@ pub fn run(args: Args) -> Result<()> {
                 for timed in &kernels {
                     let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..sets)
-                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, [false; 2]))
+                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, [false; 3]))
                         .collect::<Result<Vec<_>>>()?;
                     // The attention alone reads what one cast left.
                     sets.iter().try_for_each(|call| call.launch(engine, &timing.stream))?;
@@ -307,7 +312,7 @@ fn training_step(
     (accumulator, options): (PvAccumulator, BackwardOptions),
 ) -> Result<Vec<Pass>> {
     let backward = &BackwardEngine::new(engine.device())?.with_options(options);
-    let keeps = [true, options.dq_fp8];
+    let keeps = [true, options.dq_fp8, options.residual];
     let sets = (0..timing.sets)
         .map(|_| {
             let forward = operands.call(engine, &Timed::default(), sizes, causal, accumulator, keeps)?;
@@ -393,7 +398,7 @@ impl Operands {
         sizes: &AttentionShape,
         causal: bool,
         accumulator: PvAccumulator,
-        [saved, row_max]: [bool; 2],
+        [saved, row_max, residual]: [bool; 3],
     ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
         let (ones, logit) = (vec![1.0; sizes.n_kv_heads], vec![0.1; sizes.n_q_heads]);
@@ -418,6 +423,7 @@ impl Operands {
             accumulator,
             saved,
             row_max,
+            residual,
         };
         let mut call = Resident::new(engine, &setup)?;
         if timed.reorder {

@@ -21,7 +21,7 @@ const SHOWN: usize = 12;
 /// Reads the record that sigmascale.torch.Monitor writes, or two or more checkpoints of one run. docs/diagnose.md
 /// describes the alarms and their thresholds.
 ///
-/// Exit codes: 0 calm, 1 an alarm was raised, 2 wrong usage, 3 the record or a checkpoint cannot be read.
+/// Exit codes: 0 no alarm, 1 an alarm was raised, 2 wrong usage, 3 the record or a checkpoint cannot be read.
 #[derive(clap::Args)]
 pub struct Args {
     /// Record of a run (JSON Lines), or checkpoints of one run: folders or .safetensors files, sorted by the number at
@@ -93,7 +93,7 @@ fn diagnose(paths: &[PathBuf], lr: Option<f64>, options: Options) -> Result<(Dia
         _ => {
             if let Some(record) = paths.iter().find(|path| is_record(path)) {
                 return Err(Error::argument(format_args!(
-                    "{} is a file and no checkpoint: pass one record of a run, or checkpoints alone",
+                    "{} is not a checkpoint folder or .safetensors file: pass one record of a run, or only checkpoints",
                     record.display()
                 )));
             }

@@ -186,7 +186,7 @@ pub fn legend(diagnosis: &Diagnosis) -> String {
     format!(
         "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case \
          bound on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its \
-         bound) reaches {}{by_format} if it grows on at this rate; -: not recorded, or no growth",
+         bound) reaches {}{by_format} if it keeps growing at this rate; -: not recorded, or no growth",
         limits.join(" or ")
     )
 }

@@ -31,7 +31,7 @@ pub struct Args {
     /// Run this text through the whole model instead of generated tokens
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
-    /// Run the first N layers [default: all; 4 of synthetic weights]
+    /// Run the first N layers [default: all; 4 with synthetic weights]
     #[arg(long, value_name = "N", value_parser = count)]
     layers: Option<usize>,
     /// Tokens per sequence where the length is not what varies

@@ -44,7 +44,7 @@ pub fn legend<L: Label>(curves: &[L]) -> String {
             label.name()
         );
     }
-    out + "<span class=\"dim\">A wide pale band is a curve below another one.</span></div>\n"
+    out + "<span class=\"dim\">A wide pale band is a curve that another one covers.</span></div>\n"
 }
 
 /// Class and dashes of a curve. Past six curves colors repeat with other dashes.

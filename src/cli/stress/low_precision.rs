@@ -8,7 +8,7 @@ use crate::cli::progress;
 use crate::cli::svg::Axis;
 use crate::cli::table::{Table, brief, wrapped};
 use crate::history::{History, LayerRecord};
-use crate::stress::{LowPrecisionOptions, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts};
+use crate::stress::{Arithmetic, LowPrecisionOptions, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts};
 use crate::{Error, Result};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
@@ -17,7 +17,7 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Reproduce the divergence of training with BF16 flash attention in one small layer, and the remedies that avert it
+/// Reproduce the divergence of training with BF16 flash attention in one small layer, with and without remedies
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
@@ -27,7 +27,10 @@ pub struct Args {
     /// Optimizer steps
     #[arg(long, value_name = "N", default_value_t = LowPrecisionOptions::default().steps, value_parser = whole)]
     steps: u64,
-    /// Remedies to run, comma-separated [default: all]
+    /// Whose casts: the paper's BF16, a fused BF16 kernel's, or those of this package's FP8 kernel in training
+    #[arg(long, value_enum, default_value = "bf16")]
+    arithmetic: Arithmetic,
+    /// Remedies to run, comma-separated [default: all that change something]
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',')]
     remedies: Vec<Remedy>,
     /// Shift of the stabilized softmax on rows whose maximum repeats: m = beta max
@@ -84,10 +87,27 @@ impl ValueEnum for Remedy {
     }
 }
 
+impl ValueEnum for Arithmetic {
+    fn value_variants<'a>() -> &'a [Self] {
+        &Self::ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let about = match self {
+            Self::Bf16 => "BF16, and the unnormalized output rounded after every tile",
+            Self::Fused => "P in BF16, its sums in f32, the output in BF16",
+            Self::Fp8 => "q, k and v in E4M3, P in F16, the output in BF16",
+        };
+        Some(PossibleValue::new(self.name()).help(about))
+    }
+}
+
 fn about(remedy: Remedy) -> &'static str {
     match remedy {
         Remedy::None => "BF16 throughout, delta from the output",
         Remedy::F32Output => "The output in f32 from P V on",
+        Remedy::UnroundedDelta => "P V in f32, the output in BF16, and delta from the output before its rounding",
+        Remedy::StochasticOutput => "P V in f32, and the output rounded to BF16 stochastically",
         Remedy::F32Pv => "P V in f32, the output in BF16",
         Remedy::DeltaFromP => "delta = rowsum(P dP)",
         Remedy::Stabilised => {
@@ -113,8 +133,10 @@ struct Results {
 
 impl Args {
     fn options(&self) -> Result<Vec<LowPrecisionOptions>> {
-        let all = if self.remedies.is_empty() { &Remedy::ALL[..] } else { &self.remedies };
+        let applying = || Remedy::ALL.into_iter().filter(|remedy| remedy.is_for(self.arithmetic));
+        let all = if self.remedies.is_empty() { applying().collect() } else { self.remedies.clone() };
         let base = LowPrecisionOptions {
+            arithmetic: self.arithmetic,
             steps: self.steps,
             heads: self.heads,
             head: self.head.0,
@@ -135,7 +157,9 @@ impl Args {
             return duplicate(format!("seed {}", self.seeds[at]));
         }
         let of = |&remedy: &Remedy| self.seeds.iter().map(move |&seed| LowPrecisionOptions { remedy, seed, ..base });
-        Ok(all.iter().flat_map(of).collect())
+        let options: Vec<_> = all.iter().flat_map(of).collect();
+        options.iter().try_for_each(LowPrecisionOptions::check)?;
+        Ok(options)
     }
 }
 
@@ -181,7 +205,8 @@ fn headline(results: &Results) -> String {
         None => "no head with V of one sign".to_owned(),
     };
     format!(
-        "low-precision: one layer, {} heads, {} steps, {seeds} {}; {planted}, {} copies, tiles of {} keys",
+        "low-precision: one layer, arithmetic {}, {} heads, {} steps, {seeds} {}; {planted}, {} copies, tiles of {} keys",
+        options.arithmetic.name(),
         options.heads,
         options.steps,
         if seeds == 1 { "seed" } else { "seeds" },

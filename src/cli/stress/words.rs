@@ -321,7 +321,7 @@ fn moved_by(run: &StressResult) -> Option<String> {
             0 => "and stays within it one step later".to_owned(),
             _ => format!("and {} one step later, since new tokens can exceed the last maximum", times(next.0)),
         };
-        text.push_str(&format!(" {kind} reaches {} of its range at this step {then}.", times(at.0)));
+        text.push_str(&format!(" {kind} reaches {} its range at this step {then}.", times(at.0)));
         text.push_str(&cost(run, kind, after.step).unwrap_or_default());
     }
     Some(text)

@@ -207,6 +207,7 @@ impl Attention for Cuda {
             accumulator,
             saved: false,
             row_max: false,
+            residual: false,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };

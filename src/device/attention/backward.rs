@@ -108,6 +108,15 @@ struct Fp8Params {
     bounds: BoundParams,
 }
 
+/// What follows them in the first kernel where delta is that of the output before its rounding.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct UnroundedParams {
+    params: Params,
+    residual: u64,
+    residual_strides: [i64; 3],
+}
+
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Variant {
@@ -120,8 +129,10 @@ impl Variant {
     /// The kernels of a call, in their order. Forms are without what a kernel does not look at, so that calls share it.
     fn all(form: BackwardForm, deterministic: bool, splits: usize) -> [Self; 3] {
         let rows = BackwardForm { used: form.columns, causal: false, soft_cap: false, ..form };
-        let backward = Self::Backward { form: BackwardForm { sink: false, ..form }, deterministic, splits };
-        [Self::Prepare(rows), backward, Self::Finish(rows)]
+        // delta is the first kernel's.
+        let rest = BackwardForm { residual: false, ..form };
+        let backward = Self::Backward { form: BackwardForm { sink: false, ..rest }, deterministic, splits };
+        [Self::Prepare(rows), backward, Self::Finish(BackwardForm { residual: false, ..rows })]
     }
 }
 
@@ -140,6 +151,7 @@ impl super::kernels::Variant for Variant {
                 ("CAUSAL", form.causal),
                 ("SOFT_CAP", form.soft_cap),
                 ("DQ8", form.dq_fp8),
+                ("RESIDUAL", form.residual),
             ];
             flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
         };
@@ -179,6 +191,7 @@ pub fn backward_variants() -> Vec<Request> {
             soft_cap: false,
             sink: false,
             dq_fp8: false,
+            residual: false,
         };
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
@@ -205,6 +218,7 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
         ] {
             all.extend(Variant::all(form, false, 1));
+            all.extend(Variant::all(BackwardForm { residual: true, ..form }, false, 1));
         }
         if columns == 256 {
             continue;
@@ -317,6 +331,9 @@ impl BackwardEngine {
         if self.options.dq_fp8 != tensors.bounds.is_some() {
             return Err(Error::argument("bounds are for dQ in FP8, which needs them"));
         }
+        if self.options.residual != matches!(tensors.delta, Delta::Unrounded { .. }) {
+            return Err(Error::argument("Delta::Unrounded is for an engine with the option residual, which needs it"));
+        }
         // A thread of an autograd engine may have done nothing on the device so far.
         stream.bind()?;
         // Blocks of one lane take the multiprocessors that the last blocks of the other leave idle.
@@ -369,7 +386,13 @@ impl BackwardEngine {
         let mut maps = [q8?, d_out?];
         let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
         let mut with_bounds = Fp8Params { params, bounds: self.bounds(tensors) };
-        let params = if form.dq_fp8 { (&raw mut with_bounds).cast() } else { (&raw mut params).cast() };
+        let (residual, residual_strides) = match &tensors.delta {
+            Delta::Unrounded { residual, .. } => (residual.ptr().0, outer_strides(residual)),
+            _ => (0, [0; 3]),
+        };
+        // Kernels that take neither have no place for what follows: theirs are the bytes in front.
+        let mut unrounded = UnroundedParams { params, residual, residual_strides };
+        let params = if form.dq_fp8 { (&raw mut with_bounds).cast() } else { (&raw mut unrounded).cast() };
         // SAFETY: 1. the struct, and two maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
         // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads
         // or writes.
@@ -403,7 +426,7 @@ impl BackwardEngine {
     fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, terms: &Terms) -> Params {
         let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| self.kernels.descale(d.as_ref()));
         let (o, o_strides, delta) = match &t.delta {
-            Delta::Output(out) => (out.ptr().0, outer_strides(out), 0),
+            Delta::Output(out) | Delta::Unrounded { out, .. } => (out.ptr().0, outer_strides(out), 0),
             Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
         };
         let [left, right] = terms.window(sizes);

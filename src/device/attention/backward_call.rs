@@ -12,6 +12,15 @@ pub enum Delta {
     /// The dot product of a row of dO with the forward's output, BF16, shaped as q. An output of FP8 P V is biased, and so is dQ
     /// then: it takes one whose probabilities and sums are of 16 bits or better.
     Output(View<4>),
+    /// The same product with the output before its rounding to BF16, so that no rounding of one sign reaches dQ: for calls whose
+    /// engine has [`BackwardOptions::residual`].
+    Unrounded {
+        /// The output.
+        out: View<4>,
+        /// What its rounding took, as [`SavedOperands::residual`](super::SavedOperands::residual) has it: BF16, shaped as q,
+        /// 16-byte aligned, strides multiples of 8 elements.
+        residual: View<4>,
+    },
     /// Given, f32, `(batch, heads_q, len_q)` without gaps.
     Given(View<3>),
 }
@@ -29,6 +38,8 @@ pub struct BackwardOptions {
     /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`]. For heads of
     /// at most 128; with `deterministic` of more than 64.
     pub dq_fp8: bool,
+    /// delta is [`Delta::Unrounded`]; not with `dq_fp8`.
+    pub residual: bool,
 }
 
 /// What the scales of dS come from.
@@ -100,6 +111,10 @@ impl BackwardTensors {
         self.lse.expect_dense("lse", Element::F32, sizes.lse_shape())?;
         match &self.delta {
             Delta::Output(out) => check_wide("out", out, of_out)?,
+            Delta::Unrounded { out, residual } => {
+                check_wide("out", out, of_out)?;
+                check_wide("residual", residual, of_out)?;
+            }
             Delta::Given(delta) => delta.expect_dense("delta", Element::F32, sizes.lse_shape())?,
         }
         for (name, x) in
@@ -145,6 +160,7 @@ impl BackwardTensors {
             lse: of_rows(&self.lse),
             delta: match &self.delta {
                 Delta::Output(out) => Delta::Output(of_q(out)),
+                Delta::Unrounded { out, residual } => Delta::Unrounded { out: of_q(out), residual: of_q(residual) },
                 Delta::Given(delta) => Delta::Given(of_rows(delta)),
             },
             d_out: of_q(&self.d_out),

@@ -29,6 +29,8 @@ pub(super) struct BackwardForm {
     pub sink: bool,
     /// dQ of E4M3 codes of dS.
     pub dq_fp8: bool,
+    /// delta is that of the output before its rounding.
+    pub residual: bool,
 }
 
 impl BackwardForm {
@@ -45,7 +47,12 @@ impl BackwardForm {
         // Rows that see no key are for the kernel with windows to keep apart.
         let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
         let window = features.window || blind;
-        let BackwardOptions { deterministic, dq_fp8, .. } = *options;
+        let BackwardOptions { deterministic, dq_fp8, residual, .. } = *options;
+        if dq_fp8 && residual {
+            return Err(Error::unsupported(
+                "dQ in FP8 takes delta from the rounded output: leave out dq_fp8 or the residual",
+            ));
+        }
         if dq_fp8 && columns == 256 {
             return Err(Error::unsupported(format_args!(
                 "dQ in FP8 is not offered on the GPU for heads of {widest}, above 128: leave out dq_fp8"
@@ -70,6 +77,7 @@ impl BackwardForm {
             soft_cap: features.soft_cap,
             sink: features.sink,
             dq_fp8,
+            residual,
         })
     }
 
@@ -282,7 +290,8 @@ mod tests {
     use crate::device::attention::Sequences;
     use crate::device::attention::backward_call::tests::dense;
 
-    const PLAIN: BackwardOptions = BackwardOptions { deterministic: false, sums_limit: None, dq_fp8: false };
+    const PLAIN: BackwardOptions =
+        BackwardOptions { deterministic: false, sums_limit: None, dq_fp8: false, residual: false };
     const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
     const PROCESSORS: usize = 132;
 

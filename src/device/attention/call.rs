@@ -88,6 +88,20 @@ pub struct SavedOperands {
     /// [`BackwardOptions::dq_fp8`](super::BackwardOptions::dq_fp8). Keys of such calls are not split; of a row that sees no
     /// key it says nothing.
     pub row_max: Option<View<3>>,
+    /// What the rounding of the output took: O before it minus O, BF16, `(batch, len_q, heads_q, d_v)` without gaps, 16-byte
+    /// aligned, for [`Delta::Unrounded`](super::Delta::Unrounded). Keys of such calls are not split; P V is summed in F16. Not beside
+    /// `row_max`.
+    pub residual: Option<View<4>>,
+}
+
+/// What a forward keeps for its backward beside the operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Keeps {
+    Nothing,
+    /// The largest P of each row.
+    RowMax,
+    /// What the rounding of the output took.
+    Residual,
 }
 
 impl Tensors {
@@ -153,6 +167,21 @@ impl Tensors {
                 }
                 x.expect_aligned(&format!("saved {name}"), 16, 16)?;
             }
+            if let Some(x) = &saved.residual {
+                x.expect_dense("residual", Element::Bf16, sizes.out_shape())?;
+                x.expect_aligned("residual", 16, 8)?;
+                if saved.row_max.is_some() {
+                    return Err(Error::unsupported(
+                        "dQ in FP8 takes delta from the rounded output: leave out row_max or the residual",
+                    ));
+                }
+                if self.accumulator != PvAccumulator::F16 {
+                    return Err(Error::argument(format_args!(
+                        "the residual is of an output whose P V is summed in f16, not in {}",
+                        self.accumulator
+                    )));
+                }
+            }
             if let Some(x) = &saved.row_max {
                 x.expect_dense("row_max", Element::F32, sizes.lse_shape())?;
                 if self.lse.is_none() {
@@ -164,9 +193,12 @@ impl Tensors {
         Ok(sizes)
     }
 
-    /// Whether the largest P of each row is to be kept.
-    pub(super) fn has_row_max(&self) -> bool {
-        self.saved.is_some_and(|saved| saved.row_max.is_some())
+    pub(super) fn keeps(&self) -> Keeps {
+        match self.saved {
+            Some(SavedOperands { row_max: Some(_), .. }) => Keeps::RowMax,
+            Some(SavedOperands { residual: Some(_), .. }) => Keeps::Residual,
+            _ => Keeps::Nothing,
+        }
     }
 
     fn check_accumulator(&self) -> Result<()> {
@@ -331,7 +363,7 @@ mod tests {
 
     fn saved(v: [usize; 4]) -> SavedOperands {
         let [q, k, v] = [[2, 40, 4, 128], [2, 50, 2, 128], v].map(|shape| dense(Element::E4m3, shape));
-        SavedOperands { q, k, v, row_max: None }
+        SavedOperands { q, k, v, row_max: None, residual: None }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Launches of a forward call: the cast or V's reordering, attention, and the join of split keys. Which kernels these are:
 //! [`super::variant`].
 
-use super::call::{Descales, Tensors, Workspace};
+use super::call::{Descales, Keeps, SavedOperands, Tensors, Workspace};
 use super::cut::{self, Cut};
 use super::kernels::{Kernels, Loaded, operand_map};
 use super::params::{self, outer_strides};
@@ -128,7 +128,7 @@ impl AttentionEngine {
     }
 
     fn cut(&self, terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Cut {
-        let split = self.split && !tensors.has_row_max();
+        let split = self.split && tensors.keeps() == Keeps::Nothing;
         Cut::of(terms, sizes, tensors.accumulator, tensors.descales.logit.is_some(), split, self.processors)
     }
 
@@ -213,9 +213,10 @@ impl AttentionEngine {
             }
             _ => values_map(at_v, &values, tile.keys)?,
         };
-        let row_max = tensors.saved.and_then(|saved| saved.row_max).map_or(0, |x| x.ptr().0);
-        // Kernels that keep no row_max have no place for it: theirs are the bytes in front.
-        let mut given = params::ForwardWithRowMax { forward: params, row_max };
+        let kept = |saved: SavedOperands| saved.row_max.map(|x| x.ptr()).or(saved.residual.map(|x| x.ptr()));
+        let kept = tensors.saved.and_then(kept).map_or(0, |at| at.0);
+        // Kernels that keep neither have no place for it: theirs are the bytes in front.
+        let mut given = params::ForwardKeeping { forward: params, kept };
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut given).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.

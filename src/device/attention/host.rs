@@ -37,6 +37,8 @@ pub struct Setup<'a> {
     pub saved: bool,
     /// And the attention the largest P of each row, for one with dQ in FP8.
     pub row_max: bool,
+    /// Or what the rounding of the output took, for one whose delta is that of the output before it.
+    pub residual: bool,
 }
 
 /// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
@@ -78,6 +80,7 @@ struct Memory {
     stats: Option<Buffer<u32>>,
     saved: Vec<Buffer<u8>>,
     row_max: Option<Buffer<f32>>,
+    residual: Option<Buffer<u8>>,
     _scratch: Buffer<u8>,
     _rows: Vec<Buffer<f32>>,
     _sequences: Vec<Buffer<i32>>,
@@ -170,8 +173,10 @@ impl Resident {
         };
         let of_rows = |_| array::<f32, 3>(device, Element::F32, sizes.lse_shape());
         let (row_maxima, row_max) = setup.row_max.then_some(()).map(of_rows).transpose()?.unzip();
+        let of_out = |_| array::<u8, 4>(device, Element::Bf16, sizes.out_shape());
+        let (residual_memory, residual) = setup.residual.then_some(()).map(of_out).transpose()?.unzip();
         let saved_views = match setup.saved {
-            true => Some(SavedOperands { q: save(q_shape)?, k: save(k_shape)?, v: save(v_shape)?, row_max }),
+            true => Some(SavedOperands { q: save(q_shape)?, k: save(k_shape)?, v: save(v_shape)?, row_max, residual }),
             false => None,
         };
         let sinks = match call.sinks {
@@ -208,6 +213,7 @@ impl Resident {
             stats,
             saved,
             row_max: row_maxima,
+            residual: residual_memory,
             _scratch: scratch,
             _rows: kept,
             _sequences: lists.unwrap_or_default(),
@@ -267,7 +273,8 @@ impl Resident {
     pub fn bytes(&self) -> [usize; 2] {
         let saved: usize = self.memory.saved.iter().map(Buffer::len).sum();
         let rows = self.memory.lse.len() + self.memory.row_max.as_ref().map_or(0, Buffer::len);
-        [self.memory.out.len() + 4 * rows + saved, self.workspace.extents()[0]]
+        let residual = self.memory.residual.as_ref().map_or(0, Buffer::len);
+        [self.memory.out.len() + residual + 4 * rows + saved, self.workspace.extents()[0]]
     }
 }
 
@@ -283,7 +290,8 @@ pub struct ResidentBackward {
 }
 
 impl ResidentBackward {
-    /// Allocates everything; `d_out` is BF16. delta is taken from the forward's output.
+    /// Allocates everything; `d_out` is BF16. delta is taken from the forward's output, before its rounding if the
+    /// forward kept what that took.
     ///
     /// # Errors
     /// If the call has no saved operands or an E4M3 output, the lengths differ, or the memory is not there.
@@ -309,7 +317,10 @@ impl ResidentBackward {
             v: saved.v,
             descales: t.descales,
             lse,
-            delta: Delta::Output(t.out),
+            delta: match saved.residual {
+                Some(residual) => Delta::Unrounded { out: t.out, residual },
+                None => Delta::Output(t.out),
+            },
             d_out: d_out_view,
             dq: dq_view,
             dk: dk_view,

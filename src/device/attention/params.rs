@@ -52,12 +52,12 @@ pub(super) struct Forward {
 }
 const _: () = assert!(size_of::<Forward>() == 288, "the kernel asserts the same");
 
-/// The same where the kernel keeps each row's largest P.
+/// The same where the kernel keeps each row's largest P, or what the rounding of the output took.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct ForwardWithRowMax {
+pub(super) struct ForwardKeeping {
     pub forward: Forward,
-    pub row_max: u64,
+    pub kept: u64,
 }
 
 /// `CombineParams` of `kernels/attention/combine.cu`.

@@ -1,7 +1,7 @@
 //! Which kernel a call gets: its accumulator, tile, masks and types as compile-time variants, and the list of them all.
 //! Tiles and splits: [`super::tile`].
 
-use super::call::{Rope, Tensors};
+use super::call::{Keeps, Rope, Tensors};
 use super::cut::Cut;
 use super::kernels::{self, Variant as _};
 use super::params;
@@ -67,8 +67,7 @@ pub(super) enum Variant {
         telemetry: bool,
         logits_e4m3: bool,
         out_e4m3: bool,
-        /// The largest P of each row is kept.
-        row_max: bool,
+        keeps: Keeps,
         features: Features,
     },
     /// Parts of a split call, masked or not. `rolled`: of few tiles.
@@ -113,9 +112,9 @@ impl kernels::Variant for Variant {
         let arch = Arch::SM90A;
         match self {
             Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features } => {
-                let (causal, out_e4m3, row_max) = (true, false, false);
+                let (causal, out_e4m3, keeps) = (true, false, Keeps::Nothing);
                 let forward =
-                    Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features };
+                    Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features };
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { columns, padded, features } => {
@@ -124,7 +123,7 @@ impl kernels::Variant for Variant {
                 let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
                 features.define(request)
             }
-            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features } => {
+            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features } => {
                 let request = define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded);
                 let request = features
                     .define(pv.define(request))
@@ -135,7 +134,11 @@ impl kernels::Variant for Variant {
                     .define("TELEMETRY", u8::from(telemetry))
                     .define("LOGITS_E4M3", u8::from(logits_e4m3))
                     .define("OUT_E4M3", u8::from(out_e4m3));
-                if row_max { request.define("ROW_MAX", 1) } else { request }
+                match keeps {
+                    Keeps::Nothing => request,
+                    Keeps::RowMax => request.define("ROW_MAX", 1),
+                    Keeps::Residual => request.define("RESIDUAL", 1),
+                }
             }
             Self::Cast { d_head, d_v, input, rope, features } => {
                 let request = define_dims(Request::new(sources::CAST, arch), d_head, d_v, false);
@@ -195,8 +198,8 @@ impl Variant {
             return Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features };
         }
         let pv = pv(Some(tile));
-        let row_max = tensors.has_row_max();
-        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features }
+        let keeps = tensors.keeps();
+        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features }
     }
 
     /// What joins the parts of a split call.
@@ -247,7 +250,7 @@ pub fn attention_variants() -> Vec<Request> {
             }
         }
         all.extend(featured(dims));
-        all.extend(with_row_max(dims));
+        all.extend(keeping(dims));
     }
     for (qk, v, padded) in [(96, 96, false), (192, 128, false), (256, 256, true)] {
         let dims = HeadDims { qk, v, padded };
@@ -278,21 +281,23 @@ fn parts(dims: HeadDims, accumulator: PvAccumulator, how: [bool; 3], features: F
 fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4], features: Features) -> Variant {
     let [causal, telemetry, logits_e4m3, out_e4m3] = how;
     let pv = Pv::of(accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, Some(tile));
-    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max: false, features }
+    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps: Keeps::Nothing, features }
 }
 
-/// The forwards in F16 that keep each row's largest P.
-fn with_row_max(dims: HeadDims) -> Vec<Variant> {
+/// The forwards in F16 that keep each row's largest P, or what the rounding of the output took.
+fn keeping(dims: HeadDims) -> Vec<Variant> {
     let mut variants = Vec::new();
     for (telemetry, features) in
         [(false, Features::default()), (true, Features { window: true, varlen: true, soft_cap: true, sink: true })]
     {
         for tile in Tile::all(dims, false, PvAccumulator::F16) {
-            let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);
-            if let Variant::Forward { row_max, .. } = &mut variant {
-                *row_max = true;
+            for kept in [Keeps::RowMax, Keeps::Residual] {
+                let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);
+                if let Variant::Forward { keeps, .. } = &mut variant {
+                    *keeps = kept;
+                }
+                variants.push(variant);
             }
-            variants.push(variant);
         }
     }
     variants

@@ -2,10 +2,13 @@
 
 use super::casts::Casts;
 use super::options::LowPrecisionOptions;
+use super::remedy::Remedy;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cpu, Delta, Inputs, Mask, Saved, backward, reference,
+    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Cpu, Delta, Inputs, Mask, Saved, backward,
+    reference,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::fp8;
 use crate::plan::{OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use half::bf16;
@@ -124,18 +127,39 @@ impl Head {
     ) -> Result<(f64, Projections, Option<Seen>)> {
         let casts = Casts::of(self.index, options);
         let rounded = [casts.query, casts.others, casts.others];
-        let x: [Vec<f32>; 3] = std::array::from_fn(|i| Self::project(&self.weights[i], tokens, rounded[i]));
-        let inputs = Inputs { q: &x[0], k: &x[1], v: &x[2] };
+        let mut x: [Vec<f32>; 3] = std::array::from_fn(|i| Self::project(&self.weights[i], tokens, rounded[i]));
         let n = tokens.n;
         let shape = AttentionShape { batch: BATCH, n_q_heads: 1, n_kv_heads: 1, len_q: n, len_k: n, d_head: D, d_v: D };
         let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
         let one = vec![Descale::ONE];
-        let operands = OperandDescales { q: one.clone(), k: one.clone(), v: None, o: None };
+        let operands = match casts.precision.operands {
+            Cast::E4m3 => {
+                // Rounded here, where every look at the operands sees it; the call's own cast changes nothing then.
+                let [q, k, v] = x.each_mut().map(|x| {
+                    let most = x.iter().fold(0f32, |most, x| most.max(x.abs()));
+                    let descale = Descale::covering(most.into(), fp8::E4M3_MAX.into())?;
+                    let scale = descale.quant_scale().get();
+                    x.iter_mut().for_each(|x| *x = fp8::round_e4m3(*x * scale, true) * descale.get());
+                    Ok::<_, Error>(vec![descale])
+                });
+                OperandDescales { q: q?, k: k?, v: Some(v?), o: None }
+            }
+            _ => OperandDescales { q: one.clone(), k: one.clone(), v: None, o: None },
+        };
+        let inputs = Inputs { q: &x[0], k: &x[1], v: &x[2] };
         let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: one, operands };
-        let output = match casts.stabilised {
+        let mut output = match casts.stabilised {
             Some(stabilised) => stabilised.forward(&call, &inputs, &plan, &casts.precision)?.output,
             None => Cpu.forward(&call, &inputs, &plan, &casts.precision)?,
         };
+        // The output that delta is taken from.
+        let mut used = output.out.clone();
+        if options.remedy == Remedy::UnroundedDelta {
+            for (used, out) in used.iter_mut().zip(&mut output.out) {
+                *out = bf16::from_f32(*used).to_f32();
+                *used = *out + bf16::from_f32(*used - *out).to_f32();
+            }
+        }
         let mut loss = 0.0;
         let mean = 1.0 / (BATCH * n * options.heads) as f32;
         let mut d_out = vec![0.0; output.out.len()];
@@ -148,9 +172,11 @@ impl Head {
                 d_out[i * D + a] = miss * mean / D as f32;
             }
         }
-        let saved = Saved { out: &output.out, lse: &output.lse };
+        let saved = Saved { out: &used, lse: &output.lse };
         let gradients = backward(&call, &inputs, &plan, &casts.precision, &casts.backward, &saved, &d_out)?;
-        let seen = look.then(|| self.look(options, &call, &inputs, &output, &d_out)).transpose()?;
+        let seen = look
+            .then(|| self.look(options, &call, &inputs, &AttentionOutput { out: used, ..output }, &d_out))
+            .transpose()?;
         let mut grads = zeros();
         for (grad, dx) in grads.iter_mut().zip([gradients.dq, gradients.dk, gradients.dv]) {
             for (dx, &token) in dx.chunks_exact(D).zip(&tokens.ids) {

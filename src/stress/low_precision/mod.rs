@@ -27,7 +27,7 @@ mod options;
 mod remedy;
 mod summary;
 
-pub use options::LowPrecisionOptions;
+pub use options::{Arithmetic, LowPrecisionOptions};
 pub use remedy::Remedy;
 pub use summary::{LowPrecisionSummary, Verdict, verdicts};
 

@@ -5,9 +5,38 @@ use crate::attention::{PvAccumulator, Stabilised};
 use crate::error::{Error, Result};
 use serde::Serialize;
 
+/// Whose casts a run has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Arithmetic {
+    /// The paper's: BF16, and the unnormalised output rounded after every tile.
+    #[default]
+    Bf16,
+    /// A fused BF16 kernel's: P in BF16, its sums in f32 until the output is stored in BF16.
+    Fused,
+    /// This package's FP8 kernel's in training: q, k and v in E4M3 by their current maxima, P in F16, the output in BF16.
+    Fp8,
+}
+
+impl Arithmetic {
+    /// Every choice.
+    pub const ALL: [Self; 3] = [Self::Bf16, Self::Fused, Self::Fp8];
+
+    /// Name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Fused => "fused",
+            Self::Fp8 => "fp8",
+        }
+    }
+}
+
 /// What a run is made from.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LowPrecisionOptions {
+    /// Whose casts it has.
+    pub arithmetic: Arithmetic,
     /// Remedy.
     pub remedy: Remedy,
     /// Seed of tokens, targets and batches.
@@ -36,6 +65,7 @@ impl Default for LowPrecisionOptions {
     fn default() -> Self {
         let Stabilised { beta, epsilon, .. } = Stabilised::default();
         Self {
+            arithmetic: Arithmetic::Bf16,
             remedy: Remedy::None,
             seed: 0,
             steps: 1600,
@@ -71,6 +101,13 @@ impl LowPrecisionOptions {
                     "{name} {head} must lie between 0 and {last}, the last head"
                 )));
             }
+        }
+        if !self.remedy.is_for(self.arithmetic) {
+            return Err(Error::argument(format_args!(
+                "remedy {} changes nothing in the arithmetic {}: leave it out, or take bf16",
+                self.remedy.name(),
+                self.arithmetic.name()
+            )));
         }
         if !(self.rate > 0.0 && self.rate.is_finite()) {
             return Err(Error::argument(format_args!("rate {} must be finite and greater than zero", self.rate)));

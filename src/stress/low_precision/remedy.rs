@@ -1,5 +1,6 @@
 //! What is done against the failure.
 
+use super::options::Arithmetic;
 use serde::Serialize;
 
 /// What is done against the failure. Each but [`Remedy::None`] changes one thing.
@@ -12,6 +13,11 @@ pub enum Remedy {
     F32Output,
     /// P V in f32, the output in BF16.
     F32Pv,
+    /// The same, and the output rounded stochastically.
+    StochasticOutput,
+    /// delta from the output before its rounding to BF16, as `attention(.., stabilise=True)` takes it in Python: the output itself stays
+    /// in BF16, and what its rounding took is kept in BF16 beside it.
+    UnroundedDelta,
     /// delta = rowsum(P o dP).
     DeltaFromP,
     /// The row maximum of Algorithm 3, with the limit of [`ShiftLimit::Wrapped`](crate::attention::ShiftLimit::Wrapped).
@@ -31,10 +37,12 @@ pub enum Remedy {
 
 impl Remedy {
     /// Every choice.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 12] = [
         Self::None,
         Self::F32Output,
         Self::F32Pv,
+        Self::StochasticOutput,
+        Self::UnroundedDelta,
         Self::DeltaFromP,
         Self::Stabilised,
         Self::StabilisedFixed,
@@ -50,6 +58,8 @@ impl Remedy {
             Self::None => "none",
             Self::F32Output => "f32-output",
             Self::F32Pv => "f32-pv",
+            Self::StochasticOutput => "stochastic-output",
+            Self::UnroundedDelta => "unrounded-delta",
             Self::DeltaFromP => "delta-from-p",
             Self::Stabilised => "stabilised",
             Self::StabilisedFixed => "stabilised-fixed",
@@ -57,6 +67,19 @@ impl Remedy {
             Self::F32Head => "f32-head",
             Self::F32WQ => "f32-w-q",
             Self::F32 => "f32",
+        }
+    }
+
+    /// Whether it changes anything in an arithmetic: fused kernels sum P V in f32 as they are, and FP8 has neither shifts beyond an
+    /// octave nor one matrix in f32.
+    pub fn is_for(self, arithmetic: Arithmetic) -> bool {
+        match arithmetic {
+            Arithmetic::Bf16 => true,
+            Arithmetic::Fused => self != Self::F32Pv,
+            Arithmetic::Fp8 => {
+                let not = [Self::F32Pv, Self::StabilisedFixed, Self::StabilisedPower, Self::F32WQ];
+                !not.contains(&self)
+            }
         }
     }
 

@@ -97,8 +97,13 @@ pub fn operands_are_saved_for_a_backward() {
                 let strides = [length * heads * row, heads * row, row, 1];
                 View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
             };
-            let views =
-                SavedOperands { q: rows(0, &tensors.q), k: rows(1, &tensors.k), v: rows(2, &tensors.v), row_max: None };
+            let views = SavedOperands {
+                q: rows(0, &tensors.q),
+                k: rows(1, &tensors.k),
+                v: rows(2, &tensors.v),
+                row_max: None,
+                residual: None,
+            };
             (views, View::dense(workspace.ptr(), Element::U8, [bytes]))
         };
         tensors.saved = Some(views);
@@ -142,6 +147,7 @@ pub fn the_largest_p_of_each_row_is_kept() {
                 k: View::dense(saved[1].ptr(), Element::E4m3, tensors.k.extents()),
                 v: View::dense(saved[2].ptr(), Element::E4m3, tensors.v.extents()),
                 row_max: Some(View::dense(row_max.ptr(), Element::F32, [batch, n_q_heads, len_q])),
+                residual: None,
             }
         });
         cuda().launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
@@ -168,5 +174,81 @@ pub fn the_largest_p_of_each_row_is_kept() {
             let want = -logits.iter().map(|s| (s - top).exp()).sum::<f64>().log2();
             assert!((f64::from(have) - want).abs() <= 0.02, "{shape:?} row {row}: {have}, {want}");
         }
+    }
+}
+
+/// A forward for a backward with `Delta::Unrounded` keeps what the rounding of its output took, and nothing else changes. Calls that
+/// would be split are not.
+pub fn what_rounding_took_from_the_output_is_kept() {
+    let stream = stream();
+    for (d, d_v, [batch, n_q_heads, n_kv_heads, len_q, len_k]) in [(64, 64), (128, 128), (128, 72), (256, 256)]
+        .into_iter()
+        .flat_map(|(d, d_v)| [[2, 4, 2, 300, 411], [1, 8, 1, 5, 700], [1, 3, 3, 130, 64]].map(|s| (d, d_v, s)))
+    {
+        let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head: d, d_v };
+        let call = AttentionCall::causal(shape);
+        let mut data = Data::new(&shape, 33);
+        // Logits so small that the sums of Q K^T take nothing from the output that is seen beside its rounding.
+        data.q.iter_mut().for_each(|q| *q *= 0.01);
+        let descales = [2e-4, 0.03, 0.04];
+        let inputs = [&data.q, &data.k, &data.v].map(|x| bf16_bytes(x));
+        let memory = Memory::new(&call, [&inputs[0], &inputs[1], &inputs[2]], &descales);
+        let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
+        tensors.accumulator = PvAccumulator::F16;
+        let row = |d: usize| d.next_multiple_of(16);
+        let saved = [&tensors.q, &tensors.k, &tensors.v].map(|x| {
+            let [batch, length, heads, d] = x.extents();
+            device().upload(&vec![0u8; batch * length * heads * row(d)]).unwrap()
+        });
+        let residual = device().upload(&vec![0xffu8; 2 * shape.out_elements()]).unwrap();
+        let mut results = Vec::new();
+        for kept in [None, Some(&residual)] {
+            // SAFETY: the buffers have the bytes of the views and outlive the work, which reading them waits for.
+            tensors.saved = Some(unsafe {
+                let rows = |i: usize, like: &View<4>| {
+                    let [_, length, heads, d] = like.extents();
+                    let (length, heads, row) = (length as i64, heads as i64, row(d) as i64);
+                    let strides = [length * heads * row, heads * row, row, 1];
+                    View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
+                };
+                let residual = kept.map(|x| View::dense(x.ptr(), Element::Bf16, shape.out_shape()));
+                let (q, k, v) = (rows(0, &tensors.q), rows(1, &tensors.k), rows(2, &tensors.v));
+                SavedOperands { q, k, v, row_max: None, residual }
+            });
+            memory.stats.write(&vec![0; memory.stats.len()]).unwrap();
+            memory.out.clear(&stream).unwrap();
+            cuda().launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            stream.synchronize().unwrap();
+            results.push(memory.results());
+        }
+        let halves = |bytes: &[u8]| -> Vec<f64> {
+            bytes.chunks_exact(2).map(|b| f64::from(bf16::from_le_bytes([b[0], b[1]]).to_f32())).collect()
+        };
+        let whole = len_q > 64;
+        assert!(!whole || results[0] == results[1], "{shape:?}: the output, its log-sum-exp or telemetry changed");
+        let (out, residual) = (halves(&results[1].0), halves(&residual.read().unwrap()));
+        let operands: Vec<Vec<f64>> = saved
+            .iter()
+            .zip([d, d, d_v].into_iter().zip(descales))
+            .map(|(codes, (d, descale))| {
+                let codes = codes.read().unwrap();
+                let rows = codes.chunks_exact(row(d)).flat_map(|row| &row[..d]);
+                rows.map(|&code| f64::from(Format::E4m3.decode(code)) * f64::from(descale)).collect()
+            })
+            .collect();
+        let want = reference(&call, &operands[0], &operands[1], &operands[2]).unwrap().out;
+        let (mut rounded, mut unrounded) = (0.0, 0.0);
+        for ((out, residual), want) in out.iter().zip(&residual).zip(&want) {
+            // Half a step of BF16, of which the residual is rounded too: sums that were near a tie appear as one.
+            let step = 2f64.powi(out.abs().max(f64::from(f32::MIN_POSITIVE)).log2().floor() as i32 - 7);
+            assert!(residual.abs() <= step / 2.0, "{shape:?}: rounding to {out} cannot have taken {residual}");
+            rounded += (out - want).powi(2);
+            unrounded += (out + residual - want).powi(2);
+        }
+        let [rounded, unrounded] = [rounded, unrounded].map(f64::sqrt);
+        assert!(
+            unrounded < 0.4 * rounded,
+            "{shape:?}: off by {unrounded:.2e} before the rounding, {rounded:.2e} behind it"
+        );
     }
 }

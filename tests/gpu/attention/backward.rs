@@ -460,6 +460,46 @@ pub(super) fn dq_in_fp8_is_the_cpus() {
     }
 }
 
+/// With what rounding took from the output, gradients are those of the exact delta, nearly bit for bit; without, dQ and dK are not.
+pub(super) fn delta_of_the_unrounded_output_is_the_exact_one() {
+    let plain = engine().with_deterministic(true);
+    let options = BackwardOptions { deterministic: true, residual: true, ..BackwardOptions::default() };
+    let unrounded = engine().with_options(options);
+    for (seed, call) in cases().enumerate() {
+        let data = Data::new(&call.shape, 300 + seed as u64);
+        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 3000 + seed as u64));
+        let memory = Memory::new(&plain, &call, &data, &plan, &d_out);
+        let x = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
+        let out = reference(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().out;
+        let took: Vec<f32> = out.iter().map(|&x| (x - bf16::from_f32(x as f32).to_f64()) as f32).collect();
+        let residual = device().upload(&bf16_bytes(&took)).unwrap();
+        let (of_q, _, of_lse) = Memory::shapes(&call);
+        let tensors = memory.tensors(&call);
+        let Delta::Output(rounded) = tensors.delta else { unreachable!("as it is made") };
+        // SAFETY: as in `descales`.
+        let [given, kept] = unsafe {
+            let residual = View::dense(residual.ptr(), Element::Bf16, of_q);
+            [
+                Delta::Given(View::dense(memory.delta.ptr(), Element::F32, of_lse)),
+                Delta::Unrounded { out: rounded, residual },
+            ]
+        };
+        let run = |engine: &BackwardEngine, delta: Delta| {
+            memory.launch(engine, &stream(), &call, &BackwardTensors { delta, ..tensors });
+            memory.read()
+        };
+        let (exact, without, with) = (run(&plain, given), run(&plain, tensors.delta), run(&unrounded, kept));
+        assert!(with[2] == exact[2], "{call:?}: dV does not depend on delta");
+        for (i, name) in ["dq", "dk"].into_iter().enumerate() {
+            let far = |from: &[Vec<u16>; 3]| {
+                norm(floats(&from[i]).iter().zip(floats(&exact[i])).map(|(&a, b)| f64::from(a) - f64::from(b)))
+            };
+            let (with, without) = (far(&with), far(&without));
+            assert!(with <= 0.3 * without, "{call:?} {name}: {with:.2e} from the exact delta's, {without:.2e} without");
+        }
+    }
+}
+
 /// The base-2 logarithm of each row's largest P, `(batch, heads_q, len_q)`.
 fn largest_p(call: &AttentionCall, x: &Dequantised, lse: &[f64]) -> Vec<f32> {
     let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = call.shape;

@@ -16,7 +16,7 @@ use sigmascale::attention::{
 };
 use sigmascale::cuda::{Buffer, DevicePtr, Stream};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardTensors, Delta, Descales, Element, Sequences, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Delta, Descales, Element, Sequences, Terms, View,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 
@@ -166,7 +166,7 @@ pub(super) fn gradient_sizes(call: &AttentionCall, rows: usize, [q, k, v]: [&[f6
 }
 
 impl Memory {
-    fn new(engine: &BackwardEngine, random: &Random) -> (Self, Result) {
+    fn new(engine: &BackwardEngine, random: &Random, unrounded: bool) -> (Self, Result) {
         let call = random.call();
         let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v } = call.shape;
         let [live_q, live_k] = random.live();
@@ -252,6 +252,9 @@ impl Memory {
         });
         let plain = Terms::of(&AttentionCall { sequences: None, sinks: None, ..call }).unwrap();
         let terms = Terms { sinks, sequences, ..plain };
+        // For engines that take it.
+        let took = planted(&|at| (forward.out[at] - bf16::from_f32(forward.out[at] as f32).to_f64()) as f32);
+        let residual = half(&bf16_bytes(&took), n_q_heads, len_q, d_v);
         let workspace_bytes = engine.workspace_bytes(&call.shape, &terms).unwrap();
         let workspace = unsafe { View::dense(upload(&vec![0xff; workspace_bytes]), Element::U8, [workspace_bytes]) };
         let tensors = BackwardTensors {
@@ -260,7 +263,7 @@ impl Memory {
             v: v8,
             descales,
             lse,
-            delta: Delta::Output(out),
+            delta: if unrounded { Delta::Unrounded { out, residual } } else { Delta::Output(out) },
             d_out: d_out_view,
             dq,
             dk,
@@ -317,13 +320,16 @@ impl Result {
 }
 
 pub(super) fn random_backward_calls() {
-    let engines =
-        [false, true].map(|deterministic| BackwardEngine::new(device()).unwrap().with_deterministic(deterministic));
+    let engines = [(false, false), (true, false), (false, true), (true, true)].map(|(deterministic, residual)| {
+        let options = BackwardOptions { deterministic, residual, ..BackwardOptions::default() };
+        BackwardEngine::new(device()).unwrap().with_options(options)
+    });
     let (first, count) = (setting("SIGMASCALE_RANDOM_SEED", 1), setting("SIGMASCALE_RANDOM_BACKWARD", 60));
     for i in 0..count {
         let random = Random::draw(first + i);
-        let engine = &engines[usize::from(i % 3 == 0)];
-        let (memory, mut result) = Memory::new(engine, &random);
+        let unrounded = i % 4 == 1;
+        let engine = &engines[usize::from(i % 3 == 0) + 2 * usize::from(unrounded)];
+        let (memory, mut result) = Memory::new(engine, &random, unrounded);
         memory.launch(engine, &stream());
         result.have = memory.read();
         result.check(&random);
@@ -345,8 +351,8 @@ fn packed(cu_seqlens: &[usize]) -> Random {
 pub(super) fn sequences_may_change_between_replays() {
     let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
     let [first, second] = [packed(&[0, 200, 500, 600]), packed(&[0, 400, 401, 590])];
-    let (memory, _) = Memory::new(&engine, &first);
-    let (other, _) = Memory::new(&engine, &second);
+    let (memory, _) = Memory::new(&engine, &first, false);
+    let (other, _) = Memory::new(&engine, &second, false);
     other.launch(&engine, &stream());
     let want = other.read();
     engine.prepare(&first.call.shape, &memory.terms).unwrap();
@@ -373,7 +379,7 @@ pub(super) fn sequences_may_change_between_replays() {
 pub(super) fn sequences_out_of_order_end() {
     let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
     let random = packed(&[0, 200, 500, 600]);
-    let (memory, _) = Memory::new(&engine, &random);
+    let (memory, _) = Memory::new(&engine, &random, false);
     memory.launch(&engine, &stream());
     let want = memory.read();
     let lists: Vec<Vec<i32>> = memory.lists.iter().map(|list| list.read().unwrap()).collect();

@@ -11,12 +11,15 @@ mod random;
 mod split;
 
 use crate::device;
-use accumulators::{operands_are_saved_for_a_backward, the_largest_p_of_each_row_is_kept, the_output_is_not_biased};
+use accumulators::{
+    operands_are_saved_for_a_backward, the_largest_p_of_each_row_is_kept, the_output_is_not_biased,
+    what_rounding_took_from_the_output_is_kept,
+};
 use backward::{
-    a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
-    dq_in_fp8_is_the_cpus, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
-    parts_have_the_gradients_of_the_whole_call, parts_of_several_threads_are_apart, random_calls_agree_with_the_cpu,
-    rows_that_see_nothing_have_zero_gradients,
+    a_training_step_is_as_good_as_with_the_exact_output, delta_of_the_unrounded_output_is_the_exact_one,
+    deterministic_calls_repeat_bit_for_bit_also_from_a_graph, dq_in_fp8_is_the_cpus, gradients_are_the_cpus,
+    nan_stays_in_its_row_and_head, parts_have_the_gradients_of_the_whole_call, parts_of_several_threads_are_apart,
+    random_calls_agree_with_the_cpu, rows_that_see_nothing_have_zero_gradients,
 };
 use backward_calls::{random_backward_calls, sequences_may_change_between_replays, sequences_out_of_order_end};
 use calls::{
@@ -79,6 +82,7 @@ tests![
     parts_have_the_gradients_of_the_whole_call,
     parts_of_several_threads_are_apart,
     dq_in_fp8_is_the_cpus,
+    delta_of_the_unrounded_output_is_the_exact_one,
     random_calls_agree_with_the_cpu,
     random_backward_calls,
     sequences_may_change_between_replays,
@@ -87,6 +91,7 @@ tests![
     the_output_is_not_biased,
     operands_are_saved_for_a_backward,
     the_largest_p_of_each_row_is_kept,
+    what_rounding_took_from_the_output_is_kept,
     head_dimensions_agree_with_the_cpu,
     head_dimensions_take_e4m3_logits_and_outputs,
     head_dimensions_of_e4m3_operands,

@@ -294,6 +294,7 @@ impl Bench {
                     k: View::dense(saved[1].ptr(), Element::E4m3, [batch, len_k, n_kv_heads, d_head]),
                     v: View::dense(saved[2].ptr(), Element::E4m3, [batch, len_k, n_kv_heads, d_v]),
                     row_max: None,
+                    residual: None,
                 }),
                 out: self.out.view(element, [batch, len_q, n_q_heads, d_v]).unwrap(),
                 lse: Some(self.lse.view(Element::F32, [batch, n_q_heads, len_q]).unwrap()),
