@@ -149,7 +149,7 @@ def from_bf16_rope():
         "fa3+cast": "speed (FlashAttention-3 FP8 = 1)",
         "cudnn-bf16": "speed (cuDNN BF16 = 1)",
     }
-    rows = comparison(record("2026-11-24-peers-rope-h200.csv"), [("sigmascale", other) for other in others])
+    rows = comparison(record("2026-11-24-from-bf16-rope-h200.csv"), [("sigmascale", other) for other in others])
     return markdown(["heads", "call", "ms", *others.values(), "W, MHz"], rows)
 
 
