@@ -1,5 +1,5 @@
-"""How often training is compiled, on the CPU: once for a whole model and for blocks compiled one by one, whatever the number
-of steps and of layers. Dynamo gives up after eight times, silently, and runs the rest eagerly."""
+"""Training under torch.compile, on the CPU: it is compiled once for a whole model and for blocks compiled one by one,
+whatever the number of steps and of layers. Dynamo gives up after eight times, silently, and runs the rest eagerly."""
 
 import functools
 
@@ -144,7 +144,8 @@ def test_the_compiler_knows_what_has_its_place_for_life():
         for node in graph.graph.nodes:
             value = node.meta.get("example_value")
             if node.op == "placeholder" and isinstance(value, torch.Tensor):
-                inputs[node.name] = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"), value
+                known = node.meta.get("tensor_dict", {})
+                inputs[node.name] = known.get("_dynamo_static_input_type"), value
         return graph.forward
 
     torch.compile(lambda q: fp8.attention(q, q, q, runtime.layers[0]), backend=backend, fullgraph=True, dynamic=True)(q)
@@ -156,4 +157,5 @@ def test_the_compiler_knows_what_has_its_place_for_life():
 
 def one_layer():
     weight = torch.nn.Parameter(torch.eye(32))
-    return fp8.Layer(q=weight, k=weight, v=weight, n_q_heads=2, n_kv_heads=2, norm="rms", gain=torch.ones(32), rotary=16)
+    heads = {"n_q_heads": 2, "n_kv_heads": 2, "rotary": 16}
+    return fp8.Layer(q=weight, k=weight, v=weight, norm="rms", gain=torch.ones(32), **heads)

@@ -1,12 +1,13 @@
 """The operators ``sigmascale::attention`` and ``sigmascale::attention_backward``, as PyTorch's compiler, exporter and
 checkpoints see them.
 
-Addresses and streams are read inside them alone. ``attention`` returns the output and the log-sum-exp. With ``save`` it also
-returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since PyTorch lacks some operations on
-float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, for ``stabilise`` what the rounding of the output
-took, and with ``report`` the telemetry of the call, else empty tensors. It writes into none of its arguments: a checkpoint in
-compiled code would keep such a one until the backward, and autograd refuses that after the next call. Gradients pass through
-the casts unchanged (straight-through); those of the sinks are empty where there are none.
+Addresses and streams are read inside them alone. ``attention`` returns the output and the log-sum-exp. With ``save``
+it also returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since PyTorch lacks some
+operations on float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, for ``stabilise`` what the
+rounding of the output took, and with ``report`` the telemetry of the call, else empty tensors. It writes into none of
+its arguments: a checkpoint in compiled code would keep such an argument until the backward, and autograd refuses it
+there once another call has written into it. ``report`` takes the telemetry of a call into that of a layer. Gradients
+pass through the casts unchanged (straight-through); those of the sinks are empty where there are none.
 
 Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
 ``label`` says whose call it is (:mod:`_calls`).
@@ -124,7 +125,8 @@ def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, report,
     out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.bfloat16)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     saved = (x.new_empty(x.shape if how[-1] else (0,), dtype=torch.uint8) for x in (q, k, v))
-    return (out, lse, *saved, _row_max(q, how[-4] and how[-1]), _residual(q, v, how[-3] and how[-1]), _words(q, k, report))
+    kept = _row_max(q, how[-4] and how[-1]), _residual(q, v, how[-3] and how[-1])
+    return (out, lse, *saved, *kept, _words(q, k, report))
 
 
 def _backward(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, v_descale, out, lse, *how):
@@ -203,9 +205,9 @@ def plain(*tensors):
 
 
 def run(q, k, v, *rest, rope=None):
-    """The operator ``attention``, whose telemetry is taken into ``words``, the argument in place of ``report``. Where nobody
-    looks on it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of this package's
-    kernels."""
+    """The operator ``attention``, whose telemetry is taken into ``words``, the argument in place of ``report``. Where
+    nobody looks on it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
+    this package's kernels."""
     if not plain(q, k, v):
         words = rest[_WORDS]
         *result, reported = attention(q, k, v, *rest[:_WORDS], words is not None, *rest[_WORDS + 1 :])

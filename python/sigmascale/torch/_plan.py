@@ -119,8 +119,8 @@ class LayerPlan:
 
 
 def _tell_compiler(tensor):
-    """That a tensor has its shape for life, so that no dimension becomes a symbol, and its address: CUDA graphs of compiled code
-    refuse to write into other inputs, and copy them."""
+    """That a tensor keeps its shape, so that no dimension becomes a symbol, and its address: CUDA graphs of compiled
+    code copy other inputs, and are not used where code writes into them."""
     torch._dynamo.mark_static(tensor)
     torch._dynamo.mark_static_address(tensor)
 

@@ -133,7 +133,8 @@ def add(words, called, n_q):
     before, new = unsigned(words), unsigned(called)
     largest, total = torch.maximum(before, new), (before + new).clamp_max(U32_MAX)
     # Of the words of a row of logits the first three are largest values, of the others the first.
-    rows = [torch.cat([largest[at, :n], total[at, n:]], dim=1) for at, n in ((slice(n_q), 3), (slice(n_q, None), 1))]
+    places = (slice(n_q), 3), (slice(n_q, None), 1)
+    rows = [torch.cat([largest[rows, :n], total[rows, n:]], dim=1) for rows, n in places]
     words.copy_(_signed(torch.cat(rows)))
 
 
