@@ -211,7 +211,9 @@ impl Backward {
             descales: descales(&self.descales)?,
             lse: view("lse", &self.lse)?,
             delta: match &self.residual {
-                Some(residual) => Delta::Unrounded { out: view("out", &self.out)?, residual: view("residual", residual)? },
+                Some(residual) => {
+                    Delta::Unrounded { out: view("out", &self.out)?, residual: view("residual", residual)? }
+                }
                 None => Delta::Output(view("out", &self.out)?),
             },
             d_out: view("d_out", &self.d_out)?,
