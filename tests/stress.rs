@@ -593,7 +593,7 @@ fn low_precision_reproduces_the_failure_records_it_and_names_what_is_wrong() {
     assert!(page.contains("Norm of W_Q") && page.contains("f32-output") && !page.contains("<script"));
 
     let table = String::from_utf8(sigmascale(&[&short[..], &["--remedies", "f32"]].concat()).stdout).unwrap();
-    assert!(table.contains("  f32               the loss did not double in 1 run; norm of W_Q up to 1."), "{table}");
+    assert!(table.contains("  f32                the loss did not double in 1 run; norm of W_Q up to 1."), "{table}");
     for (bad, message) in [
         (["--steps", "0"], "steps 0 must lie between"),
         (["--heads", "1"], "head 2 must lie between 0 and 0"),
@@ -601,6 +601,7 @@ fn low_precision_reproduces_the_failure_records_it_and_names_what_is_wrong() {
         (["--tile", "5"], "expected a divisor of 64"),
         (["--beta", "1"], "beta 1 must be finite and greater than 1"),
         (["--remedies", "f32,f32"], "duplicate remedy f32"),
+        (["--arithmetic=fp8", "--remedies=f32-pv"], "remedy f32-pv changes nothing in the arithmetic fp8"),
         (["--seeds", "1,1"], "duplicate seed 1"),
         (["--remedies", "qk-clip"], "invalid value 'qk-clip'"),
         (["--model", "x"], "unexpected argument '--model'"),

@@ -140,6 +140,11 @@ mod tests {
     }
 
     #[test]
+    fn an_octave_leaves_e4m3_and_f16_their_range() {
+        assert!(shifts(ShiftLimit::Octave).iter().all(|shift| (0.0..0.6932).contains(shift)));
+    }
+
+    #[test]
     fn a_power_of_two_is_exact_and_ties_as_one_does() {
         // Sums of three products that lie halfway between two bf16 numbers, of values with all 128 significands.
         let ties = |limit| {

@@ -15,10 +15,9 @@
 //! ([`ShiftLimit`](super::ShiftLimit)), since the same shift on every row would bias P.
 //!
 //! **With P in E4M3 or F16 only [`ShiftLimit::Octave`] is taken**: `exp(-12.5)` is zero in E4M3 and `exp(-23)` in F16, even
-//! scaled as in [`P_SCALE`](super::P_SCALE), so that with beta = 2 a repeated maximum above that would empty its row. It is there for
-//! comparison: in E4M3 it makes the largest P of the row wrong by up to 1/16, and in F16 it changes nothing that matters
-//! (docs/low-precision-failure.md). What helps there is an output that is rounded stochastically
-//! ([`Cast::Bf16Stochastic`](super::Cast::Bf16Stochastic)).
+//! scaled as in [`P_SCALE`](super::P_SCALE), so that with beta = 2 a repeated maximum above that would empty its row. It is
+//! there for comparison: in E4M3 it makes the largest P of the row wrong by up to 1/16, and in F16 it gains nothing
+//! (docs/low-precision-failure.md). What helps there is a delta from the output before its rounding.
 
 use super::backend::AttentionOutput;
 use super::call::{AttentionCall, Inputs};
@@ -43,8 +42,9 @@ impl Stabilised {
     /// The CPU backend's forward with this softmax.
     ///
     /// # Errors
-    /// If P is in E4M3 or F16 and the limit is longer than an octave (`is_unsupported`), if `beta` is not above 1, `epsilon` is negative or a fixed limit is not
-    /// above zero and at most [`Stabilised::MAX_SHIFT`], and as [`Attention::forward`](super::Attention::forward).
+    /// If P is in E4M3 or F16 and the limit is not [`ShiftLimit::Octave`] (`is_unsupported`), if `beta` is not above 1, `epsilon`
+    /// is negative or a fixed limit is not above zero and at most [`Stabilised::MAX_SHIFT`], and as
+    /// [`Attention::forward`](super::Attention::forward).
     pub fn forward(
         &self,
         call: &AttentionCall<'_>,

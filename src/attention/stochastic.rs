@@ -1,4 +1,4 @@
-//! Stochastic rounding of an output to bfloat16, with the bits that the GPU's kernels take (`kernels/common/stochastic.cuh`).
+//! Stochastic rounding of an output to bfloat16, on the CPU alone: for comparison in the lab of low precision.
 //!
 //! A value is rounded up with the share of the gap that it has behind it, so that the mean error is zero whatever the values.
 //! Rounding to the nearest has a sign of its own where many rows hold nearly the same value, as those do whose largest logits

@@ -559,6 +559,7 @@ fn the_stabilised_softmax_refuses_e4m3_weights() {
     let data = Data::new(&call.shape, 0);
     let run = |options: Stabilised, p: &Precision| options.forward(&call, &data.inputs(), &data.plan(&call), p);
     assert!(run(Stabilised::default(), &Precision::KERNEL).unwrap_err().is_unsupported());
+    assert!(run(Stabilised { limit: ShiftLimit::Octave, ..Stabilised::default() }, &Precision::KERNEL).is_ok());
     assert!(run(Stabilised { beta: 1.0, ..Stabilised::default() }, &Precision::F32).unwrap_err().is_argument());
     assert!(run(Stabilised { epsilon: f32::NAN, ..Stabilised::default() }, &Precision::F32).unwrap_err().is_argument());
 }

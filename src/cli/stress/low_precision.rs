@@ -39,7 +39,7 @@ pub struct Args {
     /// Logits within this distance of the maximum count as repeating it, in nats
     #[arg(long, default_value_t = 1e-3, value_parser = real)]
     epsilon: f64,
-    /// Keys per tile; the output is rounded after each. A divisor of 64, the length of a sequence
+    /// Keys per tile; with --arithmetic bf16 the output is rounded after each. A divisor of 64, the length of a sequence
     #[arg(long, value_name = "KEYS", default_value_t = 64, value_parser = count)]
     tile: usize,
     /// Heads of the layer
@@ -104,7 +104,7 @@ impl ValueEnum for Arithmetic {
 
 fn about(remedy: Remedy) -> &'static str {
     match remedy {
-        Remedy::None => "BF16 throughout, delta from the output",
+        Remedy::None => "The casts of --arithmetic, delta from the output",
         Remedy::F32Output => "The output in f32 from P V on",
         Remedy::UnroundedDelta => "P V in f32, the output in BF16, and delta from the output before its rounding",
         Remedy::StochasticOutput => "P V in f32, and the output rounded to BF16 stochastically",
@@ -282,7 +282,7 @@ fn remarks() -> Vec<String> {
 fn table(results: &Results) -> String {
     let mut out = format!("{}\n\n", headline(results));
     for verdict in &results.verdicts {
-        let _ = writeln!(out, "  {:<16}  {}", verdict.remedy.name(), sentence(verdict, &results.runs));
+        let _ = writeln!(out, "  {:<17}  {}", verdict.remedy.name(), sentence(verdict, &results.runs));
     }
     let mut table = Table::new(HEADS);
     results.runs.iter().for_each(|run| table.row(cells(run)));

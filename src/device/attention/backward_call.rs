@@ -216,7 +216,7 @@ pub(super) mod tests {
             AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128, d_v: 128 }
         );
         type Change = fn(&mut BackwardTensors);
-        let cases: [(&str, Change); 11] = [
+        let cases: [(&str, Change); 12] = [
             ("d_head 264 is not offered", |t| t.q = dense(Element::E4m3, [2, 40, 4, 264])),
             ("q is Bf16", |t| t.q = dense(Element::Bf16, [2, 40, 4, 128])),
             ("v has shape", |t| t.v = dense(Element::E4m3, [2, 51, 2, 128])),
@@ -229,6 +229,10 @@ pub(super) mod tests {
             ("dv is E4m3", |t| t.dv = dense(Element::E4m3, [2, 50, 2, 128])),
             ("lse has shape", |t| t.lse = dense(Element::F32, [2, 40, 4])),
             ("out is E4m3", |t| t.delta = Delta::Output(dense(Element::E4m3, [2, 40, 4, 128]))),
+            ("residual has shape", |t| {
+                let [out, residual] = [[2, 40, 4, 128], [2, 40, 2, 128]].map(|shape| dense(Element::Bf16, shape));
+                t.delta = Delta::Unrounded { out, residual };
+            }),
             ("delta has shape", |t| t.delta = Delta::Given(dense(Element::F32, [2, 4, 41]))),
             ("logits in E4M3", |t| t.descales.logit = Some(dense(Element::F32, [4]))),
         ];

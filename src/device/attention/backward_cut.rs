@@ -457,6 +457,8 @@ mod tests {
             (128, 64, both, None),
             (64, 40, both, Some("a deterministic dQ in FP8")),
             (64, 40, fp8, None),
+            (64, 64, BackwardOptions { residual: true, ..PLAIN }, None),
+            (64, 64, BackwardOptions { residual: true, ..fp8 }, Some("leave out dq_fp8 or the residual")),
         ] {
             let sizes = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: 9, len_k: 9, d_head, d_v };
             match (BackwardForm::of(&sizes, &causal(), &options), message) {

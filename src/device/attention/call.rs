@@ -379,7 +379,7 @@ mod tests {
     #[test]
     fn what_breaks_a_rule_is_named() {
         type Change = fn(&mut Tensors);
-        let cases: [(&str, Change); 21] = [
+        let cases: [(&str, Change); 23] = [
             ("d_head 264 is not offered on the GPU, which takes at most 256", |t| {
                 t.q = dense(Element::Bf16, [2, 40, 4, 264]);
             }),
@@ -416,6 +416,15 @@ mod tests {
             ("saved again", |t| {
                 *t = tensors(Element::E4m3);
                 t.saved = Some(saved([2, 50, 2, 128]));
+            }),
+            ("summed in f16, not in fp8-256", |t| {
+                let residual = Some(dense(Element::Bf16, [2, 40, 4, 128]));
+                t.saved = Some(SavedOperands { residual, ..saved([2, 50, 2, 128]) });
+            }),
+            ("leave out row_max or the residual", |t| {
+                let (row_max, residual) = (dense(Element::F32, [2, 4, 40]), dense(Element::Bf16, [2, 40, 4, 128]));
+                t.saved =
+                    Some(SavedOperands { row_max: Some(row_max), residual: Some(residual), ..saved([2, 50, 2, 128]) });
             }),
             ("multiple of 8", |t| {
                 let table = dense(Element::F32, [50, 34]);

@@ -18,8 +18,8 @@
 //! sign of O on repeated rows.
 //!
 //! Nothing is added to a gradient. Attention and its backward pass are [`crate::attention`]'s, with the casts of
-//! [`Precision::BF16`]; every head is a call of its own, so that each can have its own casts. Source: "Why Low-Precision
-//! Transformer Training Fails", sections 3.2 and 3.3, Algorithms 1 to 3.
+//! [`Precision::BF16`] or of another [`Arithmetic`]; every head is a call of its own, so that each can have its own casts.
+//! Source: "Why Low-Precision Transformer Training Fails", sections 3.2 and 3.3, Algorithms 1 to 3.
 
 mod arithmetic;
 mod casts;
@@ -64,7 +64,11 @@ pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64
     let start: Vec<Weights> = heads.iter().map(|head| head.weights[0].clone()).collect();
     let mut moments: Vec<[Projections; 2]> = heads.iter().map(|_| [zeros(), zeros()]).collect();
     let (layer, count) = (0, options.heads);
-    let operands = Some(if options.remedy == Remedy::F32 { Operands::F32 } else { Operands::Bf16 });
+    let operands = Some(match (options.remedy, options.arithmetic) {
+        (Remedy::F32, _) => Operands::F32,
+        (_, Arithmetic::Fp8) => Operands::Fp8,
+        _ => Operands::Bf16,
+    });
     let info = LayerInfo { layer, heads: count, kv_heads: count, head_dim: D, width: Some(FEATURES), operands };
     let name = serde_json::to_string(options).ok();
     let run = RunInfo { format: FORMAT, source: "lab".into(), name, version: None, layers: vec![info] };

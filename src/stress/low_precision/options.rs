@@ -27,7 +27,8 @@ pub struct LowPrecisionOptions {
     pub rate: f32,
     /// How often a repeated token occurs; 1, 2 and 4 times have no tie to round.
     pub copies: usize,
-    /// Keys after which the unnormalised output is rounded; 64 holds every sequence of up to four copies.
+    /// Keys after which the unnormalised output is rounded, in [`Arithmetic::Bf16`] alone; 64 holds every sequence of up to four
+    /// copies.
     pub tile: usize,
     /// How far the stabilised softmax exceeds a repeated maximum.
     pub beta: f32,

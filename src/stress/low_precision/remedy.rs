@@ -7,7 +7,7 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Remedy {
-    /// Nothing: projections, P, the product P V and O in BF16, delta from O.
+    /// Nothing: the casts of the [`Arithmetic`], delta from O.
     None,
     /// The output in f32 from P V on.
     F32Output,
