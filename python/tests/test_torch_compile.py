@@ -86,6 +86,24 @@ def test_a_packed_batch_is_nan_where_its_sequences_cannot_be_read(model):
     assert len(runtime) == LAYERS
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_windows_without_a_mask_are_compiled_with_and_without_a_cache(cache):
+    """With a cache transformers composes no packing, and the window's function says the same of every text."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.MistralConfig(**sizes, num_hidden_layers=2, vocab_size=64, sliding_window=8)
+    windowed = transformers.MistralForCausalLM(config).eval()
+    runtime = fp8.attach(windowed)
+    windowed.set_attn_implementation(fp8.register())
+    tokens = torch.randint(0, 64, (2, 17))
+    compiled = torch.compile(windowed, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected, found = (run(tokens, use_cache=cache).logits for run in (windowed, compiled))
+    assert torch.allclose(found, expected, atol=1e-5) and len(runtime) == 2
+    torch._dynamo.reset()
+
+
 def test_telemetry_of_some_steps_is_compiled_twice(model):
     assert losses(model, "whole", steps=2 * STEPS, telemetry=3)[1] == 2
 
