@@ -149,11 +149,14 @@ def _mask(
         if torch.compiler.is_compiling():
             # transformers assumes packed sequences here. Nothing is packed if each token sees the one before it.
             row, token = torch.arange(batch_size, device=device)[:, None], torch.arange(1, q_length, device=device)
-            together = mask_function(row, row.new_zeros(()), token, token - 1).all(dim=1)
-            return True, together.to(torch.int32)[None, :, None, None]
-        documents = _documents(mask_function)
-        if documents is not None:
-            return (True, _packed(documents)) if readable(documents) else other
+            together = mask_function(row, row.new_zeros(()), token, token - 1)
+            # Without one row for each text there is no packing in it: a window alone, of calls with a cache.
+            if together.dim() == 2:
+                return True, together.all(dim=1).to(torch.int32)[None, :, None, None]
+        else:
+            documents = _documents(mask_function)
+            if documents is not None:
+                return (True, _packed(documents)) if readable(documents) else other
     if named == "and_mask" and not windowed:
         return other
     end = q_offset + q_length - kv_offset
