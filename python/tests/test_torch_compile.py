@@ -133,10 +133,11 @@ def test_checkpoints_in_and_around_compiled_blocks(model, inside, options):
     texts = [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
 
     def grads():
+        # Overflows are counted, which maxima alone would not show.
+        fp8_layers.descales.fill_(1e-4)
         sum(model(input_ids=text, labels=text, use_cache=False).loss for text in texts).backward()
         found = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
-        # Each call reports once, and the recomputation in compiled code does not.
         words = fp8_layers.words.clone()
         fp8_layers.refresh()
         return found, words
@@ -148,7 +149,11 @@ def test_checkpoints_in_and_around_compiled_blocks(model, inside, options):
         block.forward = compiled(kept(block.forward)) if inside else kept(compiled(block.forward))
     found, reported = grads()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(reported, words) and words.any() and counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1
+    # Each call reports once. A checkpoint around compiled code runs all of it again, and it reports again.
+    rows, kinds = words[:, 2:], slice(1, 3)
+    assert rows[..., kinds].any() and torch.equal(reported[..., 0], words[..., 0])
+    assert torch.equal(reported[:, 2:, kinds], (1 if inside else 2) * rows[..., kinds])
 
 
 def test_the_compiler_knows_what_has_its_place_for_life():

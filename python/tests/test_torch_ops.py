@@ -349,6 +349,20 @@ def test_checkpoints_recompute_by_the_same_descales_or_not_at_all():
         assert all(torch.equal(a, b) for a, b in zip(again, plain)) and runs() - before == extra
 
 
+def test_what_a_selective_checkpoint_keeps_is_counted_once():
+    # Operands far out of the range of their descales: maxima would not show it.
+    runtime = Planned([layer()] * 2, descale=1e-4)
+    call, (q, k, v) = two_layers(runtime.layers), operands()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [OP])
+    found = []
+    for options in ({}, {"context_fn": contexts}):
+        runtime.words.zero_()
+        out = checkpoint(call, q, k, v, use_reentrant=False, **options) if options else call(q, k, v)
+        torch.autograd.grad(out.square().sum(), (q, k, v))
+        found.append(runtime.words.clone())
+    assert torch.equal(*found) and found[0][:, 4:, 1].all()
+
+
 def test_operands_in_e4m3_are_taken_as_they_are():
     q, k, v = (x.detach() for x in operands())
     row = rows()

@@ -6,8 +6,8 @@ it also returns q, k and v in E4M3, which are saved for the backward. They are u
 operations on float8. For ``dq_fp8`` it also returns the logarithm of each row's largest P, for ``stabilise`` what the
 rounding of the output took, and with ``report`` the telemetry of the call, else empty tensors. It writes into none of
 its arguments: a checkpoint in compiled code would keep such an argument until the backward, and autograd refuses it
-there once another call has written into it. ``report`` takes the telemetry of a call into that of a layer. Gradients
-pass through the casts unchanged (straight-through); those of the sinks are empty where there are none.
+there once another call has written into it. ``report`` takes the telemetry of a call into that of a layer, and leaves
+zeros. Gradients pass through the casts unchanged (straight-through); those of the sinks are empty where there are none.
 
 Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
 ``label`` says whose call it is (:mod:`_calls`).
@@ -43,7 +43,7 @@ _LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # Of which a checkpoint policy that saves everything keeps nothing.
-_LIBRARY.define("report(Tensor(a!) words, Tensor called, int n_q) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define("report(Tensor(a!) words, Tensor(b!) called, int n_q) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def arguments(terms, backend, accumulator, label=None, dq_fp8=False, stabilise=False):
@@ -80,6 +80,13 @@ def _attention(q, k, v, q_descale, k_descale, v_descale, o_descale, report, *how
 def _words(q, k, report):
     """Room for the telemetry of a call."""
     return q.new_empty((2 * (q.shape[2] + k.shape[2]) if report else 0, 4), dtype=torch.int32)
+
+
+def _report(words, called, n_q):
+    _results.add(words, called, n_q)
+    # A selective checkpoint that keeps the telemetry of a call hands it out again when it recomputes, and a call counts
+    # once. By `data`: the checkpoint refuses what autograd knows to be changed.
+    called.data.zero_()
 
 
 def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how, rope=None):
@@ -229,7 +236,7 @@ _WORDS, _SINKS = 4, 5
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", _differentiable, "Autograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("report", _results.add, "CompositeExplicitAutograd")
+_LIBRARY.impl("report", _report, "CompositeExplicitAutograd")
 torch.library.register_fake("sigmascale::attention", _forward_shapes, lib=_LIBRARY)
 torch.library.register_fake("sigmascale::attention_backward", _backward_shapes, lib=_LIBRARY)
 torch.library.register_fake("sigmascale::report", lambda *_: None, lib=_LIBRARY)
