@@ -104,6 +104,10 @@ fn terms((causal, window_left, window_right, softmax_scale, soft_cap, sinks, pla
     })
 }
 
+/// What a forward leaves for a backward: q, k, v, and for dQ in FP8 the largest P of each row, or what the rounding of the
+/// output took.
+type Saved = (Array, Array, Array, Option<Array>, Option<Array>);
+
 /// What a forward takes.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
@@ -116,8 +120,7 @@ pub struct Forward {
     out: Array,
     lse: Array,
     stats: Option<Array>,
-    /// q, k, v, and for dQ in FP8 the largest P of each row, or what the rounding of the output took.
-    saved: Option<(Array, Array, Array, Option<Array>, Option<Array>)>,
+    saved: Option<Saved>,
     accumulator: String,
     /// Cosines, sines, and whether pairs are neighbours: the cast turns q and k.
     rope: Option<(Array, Array, bool)>,
