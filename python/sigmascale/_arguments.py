@@ -34,7 +34,7 @@ def real(name, value):
 def positive(name, value):
     """``value`` as a float that is finite and above zero."""
     number = real(name, value)
-    # A comparison, since compiled code may have a symbol here, of which math.isfinite cannot be asked.
+    # A comparison: in compiled code this may be a symbol, which math.isfinite does not take.
     if not 0 < number < math.inf:
         raise ArgumentError(f"{name} {number} must be finite and above 0")
     return number

@@ -127,9 +127,9 @@ def _mask(
 ):
     """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what stands for
     it: None for a call without padding, else int32 ``(5, sequences, 1, 1)``, starts and ends of queries, starts and
-    ends of keys, and whether a text has no padding inside; transformers hands on what has four dimensions. Of a batch
-    of which only the device knows that nothing is packed, the last of these alone. ``right``: padding is on the right,
-    and nothing is packed.
+    ends of keys, and whether a text has no padding inside; transformers hands on what has four dimensions. Where
+    only the device knows whether sequences are packed, int32 ``(1, sequences, 1, 1)``: whether none are. ``right``:
+    padding is on the right, and nothing is packed.
 
     ``local_size`` is a window's width, or a chunk's. Packed sequences and functions of a model's own are composed by
     ``and_masks``.

@@ -42,7 +42,7 @@ _LIBRARY.define(
     f"Tensor out, Tensor lse, {_TERMS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# Of which a checkpoint policy that saves everything keeps nothing.
+# An operator without a result: a checkpoint policy that saves all results has none to keep.
 _LIBRARY.define("report(Tensor(a!) words, Tensor(b!) called, int n_q) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 

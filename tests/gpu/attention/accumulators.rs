@@ -239,7 +239,7 @@ pub fn what_rounding_took_from_the_output_is_kept() {
         let want = reference(&call, &operands[0], &operands[1], &operands[2]).unwrap().out;
         let (mut rounded, mut unrounded) = (0.0, 0.0);
         for ((out, residual), want) in out.iter().zip(&residual).zip(&want) {
-            // Half a step of BF16, of which the residual is rounded too: sums that were near a tie appear as one.
+            // At most half a step of BF16. The residual is rounded too, so a sum near a tie looks like a tie.
             let step = 2f64.powi(out.abs().max(f64::from(f32::MIN_POSITIVE)).log2().floor() as i32 - 7);
             assert!(residual.abs() <= step / 2.0, "{shape:?}: rounding to {out} cannot have taken {residual}");
             rounded += (out - want).powi(2);
