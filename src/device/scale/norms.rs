@@ -10,7 +10,7 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(super) struct Norms {
     every: (Kernel, Launch),
-    /// Of V alone, beside kernels that leave the memory alone.
+    /// Of V alone, beside kernels that read no weights.
     values: (Kernel, Launch),
     /// Heads of every projection, those of V last.
     heads: Buffer<HeadPlace>,
@@ -161,8 +161,15 @@ impl Norms {
                 let turns = built.projections.iter().any(|p| p.rotary > 0);
                 let vectors = layers[0].vector_dtype;
                 let form = Form { d_head: r, columns, sums, turns, f16: dtype == Dtype::F16, vectors, beside: false };
-                // With sums it is bound by instructions, and needs every warp that fits.
-                let values = Form { turns: false, beside: !sums, ..form }.kernel(device, of_v)?;
+                let of_values = Form { turns: false, ..form };
+                let few = !columns && blocks_a_head(r, of_v, device.processors()) > 1;
+                // Blocks that share few heads need little memory, and the kernels beside them find the rest. With sums it is bound
+                // by instructions, and needs every warp that fits.
+                let values = match (sums, few) {
+                    (false, true) => of_values.busier_kernel(device, of_v, layers[0].d_model)?,
+                    (false, false) => Form { beside: true, ..of_values }.kernel(device, of_v)?,
+                    (true, _) => of_values.kernel(device, of_v)?,
+                };
                 let boxes = vec![if columns { 64 } else { r }];
                 // The other half of 256 bytes is the next tile's where inputs are contiguous, otherwise another head's.
                 let maps = TensorMaps::new(device, &built.projections, true, boxes, !columns)?;
