@@ -86,6 +86,22 @@ def scale_pass():
     return markdown(["", *MODELS.values()], [*table, ["layers", *LAYERS.values()]])
 
 
+def scale_launches():
+    rows = record("2026-11-24-scale-launches-h200.csv")
+    models = {"2048x32x8x64x16": "Llama-3.2-1B", "2048x16x2x128x36": "Qwen2.5-3B", "3072x24x8x128x28": "Llama-3.2-3B"}
+    models |= {name: MODELS[name] for name in ("gpt2-xl", "mistral-7b")}
+    table = []
+    for layers, method, name, column, form in (
+        ("all", "operand_descales", "descales, whole model, relative to one read", "ratio", ".2f"),
+        ("1", "operand_descales", "descales, one layer, us", "us", ".1f"),
+        ("1", "plan", "whole plan, one layer, us", "us", ".1f"),
+    ):
+        for launches, when in (("before", "before"), ("norms+values", "now")):
+            cell = lambda model: find(rows, layers=layers, model=model, method=method, launches=launches)[column]
+            table.append([f"{name}, {when}", *(format(float(cell(model)), form) for model in models)])
+    return markdown(["", *models.values()], table)
+
+
 # Beside other libraries: records of benches/peers.py.
 
 
@@ -500,6 +516,7 @@ TABLES = {
     for f in (
         weight_spike,
         scale_pass,
+        scale_launches,
         forward,
         from_bf16,
         from_bf16_rope,
