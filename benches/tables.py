@@ -75,12 +75,12 @@ def weight_spike():
 
 
 def scale_pass():
-    rows = record("2026-11-22-scale-pass.csv")
+    rows = record("2026-11-24-scale-pass-h200.csv")
     cell = lambda model, method, column: float(find(rows, model=model, method=method)[column])
     lines = [
-        ["descales of q, k, v and o, relative to the floor", "operand_descales", "ratio_after", ".2f"],
-        ["whole plan with certified logit bounds, relative to the floor", "plan", "ratio_after", ".2f"],
-        ["whole plan, us per layer", "plan", "after_1", ".1f"],
+        ["descales of q, k, v and o, relative to the floor", "operand_descales", "ratio", ".2f"],
+        ["whole plan with certified logit bounds, relative to the floor", "plan", "ratio", ".2f"],
+        ["whole plan, us per layer", "plan", "us", ".1f"],
     ]
     table = [[name, *(format(cell(m, method, column), f) for m in MODELS)] for name, method, column, f in lines]
     return markdown(["", *MODELS.values()], [*table, ["layers", *LAYERS.values()]])
@@ -439,7 +439,7 @@ def backward_order():
 
 
 def scale_out():
-    rows = record("2026-11-23-scale-out-model.csv")
+    rows = record("2026-11-24-scale-out-model.csv")
     parts = ("gpus", "tp", "pp", "cp", "dp", "seq_len")
     table, last = [], None
     for row in rows:
