@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the scales of FP8 attention add to an optimizer step of a 70B model on 64, 512 and 4096 GPUs.
 
-    scale_out.py [--mfu 0.4] [--alone-us 45.3]
+    scale_out.py [--mfu 0.4] [--alone-us 28.7]
 
 A model, not a measurement: kernel times are rows of `benches/records`, network times an alpha-beta model with published constants.
 `docs/scale-out.md` states its assumptions and what it leaves out. Needs Python alone. Output: CSV on stdout.
@@ -47,10 +47,10 @@ def measured(record, column, **row):
 
 
 # Seconds a layer, whole 70B model: one read of W_Q, W_K and W_V, without and with certified logit bounds.
-DESCALES = measured("2026-11-22-scale-pass.csv", "after_1", model="llama-2-70b", method="operand_descales") * 1e-6
-PLAN = measured("2026-11-22-scale-pass.csv", "after_1", model="llama-2-70b", method="plan") * 1e-6
+DESCALES = measured("2026-11-24-scale-pass-h200.csv", "us", model="llama-2-70b", method="operand_descales") * 1e-6
+PLAN = measured("2026-11-24-scale-pass-h200.csv", "us", model="llama-2-70b", method="plan") * 1e-6
 # Microseconds that a layer takes longer by itself, as under FSDP, than in one launch for all layers; at Llama-3 8B's shape.
-_moving = lambda form: measured("2026-11-23-scale-moving-h200.csv", "us", what="moving", form="descales: " + form)
+_moving = lambda form: measured("2026-11-24-scale-moving-h200.csv", "us", what="moving", form="descales: " + form)
 ALONE_US = round(_moving("addresses by value") - _moving("one launch a model"), 1)
 # Seconds a step, all layers.
 DELAYED_STEP = measured("2026-11-21-policy-step-h200.csv", "delayed_te_step_ms", model="llama-2-70b") * 1e-3

@@ -75,15 +75,31 @@ def weight_spike():
 
 
 def scale_pass():
-    rows = record("2026-11-22-scale-pass.csv")
+    rows = record("2026-11-24-scale-pass-h200.csv")
     cell = lambda model, method, column: float(find(rows, model=model, method=method)[column])
     lines = [
-        ["descales of q, k, v and o, relative to the floor", "operand_descales", "ratio_after", ".2f"],
-        ["whole plan with certified logit bounds, relative to the floor", "plan", "ratio_after", ".2f"],
-        ["whole plan, us per layer", "plan", "after_1", ".1f"],
+        ["descales of q, k, v and o, relative to the floor", "operand_descales", "ratio", ".2f"],
+        ["whole plan with certified logit bounds, relative to the floor", "plan", "ratio", ".2f"],
+        ["whole plan, us per layer", "plan", "us", ".1f"],
     ]
     table = [[name, *(format(cell(m, method, column), f) for m in MODELS)] for name, method, column, f in lines]
     return markdown(["", *MODELS.values()], [*table, ["layers", *LAYERS.values()]])
+
+
+def scale_launches():
+    rows = record("2026-11-24-scale-launches-h200.csv")
+    models = {"2048x32x8x64x16": "Llama-3.2-1B", "2048x16x2x128x36": "Qwen2.5-3B", "3072x24x8x128x28": "Llama-3.2-3B"}
+    models |= {name: MODELS[name] for name in ("gpt2-xl", "mistral-7b")}
+    table = []
+    for layers, method, name, column, form in (
+        ("all", "operand_descales", "descales, whole model, relative to one read", "ratio", ".2f"),
+        ("1", "operand_descales", "descales, one layer, us", "us", ".1f"),
+        ("1", "plan", "whole plan, one layer, us", "us", ".1f"),
+    ):
+        for launches, when in (("before", "before"), ("norms+values", "now")):
+            cell = lambda model: find(rows, layers=layers, model=model, method=method, launches=launches)[column]
+            table.append([f"{name}, {when}", *(format(float(cell(model)), form) for model in models)])
+    return markdown(["", *models.values()], table)
 
 
 # Beside other libraries: records of benches/peers.py.
@@ -423,7 +439,7 @@ def backward_order():
 
 
 def scale_out():
-    rows = record("2026-11-23-scale-out-model.csv")
+    rows = record("2026-11-24-scale-out-model.csv")
     parts = ("gpus", "tp", "pp", "cp", "dp", "seq_len")
     table, last = [], None
     for row in rows:
@@ -500,6 +516,7 @@ TABLES = {
     for f in (
         weight_spike,
         scale_pass,
+        scale_launches,
         forward,
         from_bf16,
         from_bf16_rope,

@@ -19,6 +19,11 @@ __device__ __forceinline__ u32 map_shared(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
+__device__ __forceinline__ float ld_shared_cluster_f32(u32 address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ uint4 ld_shared_cluster_v4(u32 address) {
   uint4 x;
   asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");

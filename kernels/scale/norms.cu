@@ -4,6 +4,11 @@
 // A block takes one head (macro D_HEAD), 64 input channels at a time, through its own ring: small blocks, so that some load
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
+//
+// SPLIT above 1, for few heads: the blocks of a cluster share a head's inputs and keep their first sums in shared memory. They then
+// share the warps' channels, and add the first sums of all of them in the order in which one block would: same bits.
+#include "ptx/cluster.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 #include "scale/ring.cuh"
 #include "scale/types.cuh"
@@ -29,6 +34,12 @@
 #ifndef BESIDE  // 1: one block a multiprocessor, with half of its shared memory; the rest is for kernels that run beside it
 #define BESIDE 0
 #endif
+#ifndef SPLIT  // blocks that share a head: 1, 2, 4 or 8
+#define SPLIT 1
+#endif
+#ifndef AT_MOST  // blocks a multiprocessor; 0: as many as fit
+#define AT_MOST 0
+#endif
 
 constexpr u32 N = D_HEAD, WARPS = (N + 15) / 16, THREADS = WARPS * 32;
 constexpr u32 TILE = 64;                                   // input channels
@@ -40,9 +51,11 @@ constexpr u32 QUANTITIES = SUMS ? 4 : 1, VALUES = 4 * QUANTITIES + 2 * TURNS;
 // As many blocks a multiprocessor as registers and three stages of each allow, and as many stages as there is shared memory for.
 constexpr u32 SHARED = 227 * 1024, APART = 2304, STAGE = TILE_BYTES + 2 * VECTOR_BYTES + 16;
 constexpr u32 FITTING = 65536 / (THREADS * (SUMS ? 82 : 64)), HELD = SHARED / (3 * STAGE + APART);
-constexpr u32 FEWER = FITTING < HELD ? FITTING : HELD, BLOCKS = BESIDE || FEWER < 1 ? 1 : FEWER > 16 ? 16 : FEWER;
-constexpr u32 FILLED = (SHARED / (BESIDE ? 2 : BLOCKS) - APART) / STAGE, STAGES = FILLED < 6 ? FILLED : 6;
-static_assert(STAGES >= 3, "a ring");
+constexpr u32 FEWER = FITTING < HELD ? FITTING : HELD, FIT = BESIDE || FEWER < 1 ? 1 : FEWER > 16 ? 16 : FEWER;
+constexpr u32 LIMIT = SPLIT > 1 ? 3 : AT_MOST, BLOCKS = LIMIT && LIMIT < FIT ? LIMIT : FIT;
+constexpr u32 FILLED = (SHARED / (BESIDE ? 2 : BLOCKS) - APART) / STAGE, RING = FILLED < 6 ? FILLED : 6;
+constexpr u32 STAGES = SPLIT > 1 ? 3 : RING;  // first sums take the rest
+static_assert(STAGES >= 3 && !(SPLIT > 1 && BESIDE), "a ring");
 
 struct Shared {
   u8 tiles[STAGES][TILE_BYTES];
@@ -52,6 +65,8 @@ struct Shared {
 
 extern "C" __constant__ int SHARED_BYTES = BESIDE ? SHARED / 2 + 1024 : sizeof(Shared) + 1024;
 extern "C" __constant__ int BLOCK_THREADS = THREADS;
+extern "C" __constant__ int BLOCKS_THAT_FIT = FIT;                     // a multiprocessor
+extern "C" __constant__ int FIRST_SUM_BYTES = VALUES * THREADS * 4;    // of one first sum, with SPLIT
 
 // Eight values of a vector.
 __device__ __forceinline__ void vector8(const u8* from, float (&v)[8]) {
@@ -70,24 +85,44 @@ __device__ __forceinline__ float value_of(u32 word, u32 upper) {
   return F16 ? ptx::f32_from_f16((u16)(word >> upper * 16)) : upper ? bf16_high(word) : bf16_low(word);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
+extern "C" __global__ void
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
+#endif
+__launch_bounds__(THREADS, BLOCKS)
+    scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats,
+                u32* status) {  // null: not cleared
   extern __shared__ u8 room[];
   // The swizzle goes by addresses.
   Shared& shared = *(Shared*)(room + (1024 - ptx::shared_address(room) % 1024) % 1024);
-  const HeadPlace head = heads[blockIdx.x];
+  const u32 rank = SPLIT > 1 ? ptx::cluster_rank() : 0;
+  const HeadPlace head = heads[blockIdx.x / SPLIT];
+  if (!BESIDE) ptx::griddepcontrol_wait();
   const Projection& p = projections[head.projection];
   const u64 gain = p.gain, shift = SUMS ? p.shift : 0;
   const float offset = p.gain_offset;
   const u32 tiles = (d + TILE - 1) / TILE, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32 full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
+  // Tiles of a first sum, a power of two: 8 of its terms a tile and then as many terms as there are sums is how deep roundings go,
+  // and least where both are alike.
+  auto depth_of_sum = [&]() {
+    u32 deep = 1;
+    while (16 * deep * deep < tiles) deep *= 2;
+    return deep;
+  };
+  // The first of the first sums of block r of a cluster, and this block's tiles.
+  auto first_group = [&](u32 r) { return (tiles + depth_of_sum() - 1) / depth_of_sum() * r / SPLIT; };
+  const u32 begin = SPLIT > 1 ? first_group(rank) * depth_of_sum() : 0;
+  const u32 end = SPLIT > 1 ? min(tiles, first_group(rank + 1) * depth_of_sum()) : tiles;
 
   auto load = [&](u32 tile) {
-    const u32 stage = tile % STAGES, barrier = full + stage * 8, k = tile * TILE, vector = min(TILE, d - k) * VECTOR_SIZE;
-    ptx::mbarrier_arrive_expect_tx(barrier, COPIED + (gain ? vector : 0) + (shift ? vector : 0));
+    const u32 stage = (tile - begin) % STAGES, barrier = full + stage * 8, k = tile * TILE, vector = min(TILE, d - k) * VECTOR_SIZE;
+    auto expect = [&]() { ptx::mbarrier_arrive_expect_tx(barrier, COPIED + (gain ? vector : 0) + (shift ? vector : 0)); };
+    if (BESIDE) expect();
 #pragma unroll
     for (u32 b = 0; b < BOXES; b++)
       ptx::tma_load_2d(ptx::shared_address(shared.tiles[stage]) + b * 8192, maps + head.projection, barrier, ALONG_CHANNELS ? head.first_row + b * 64 : k, ALONG_CHANNELS ? k : head.first_row);
+    if (!BESIDE) expect();  // the weights do not wait for the addresses of the vectors
     if (gain) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][0]), (const u8*)gain + k * VECTOR_SIZE, vector, barrier);
     if (shift) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][1]), (const u8*)shift + k * VECTOR_SIZE, vector, barrier);
   };
@@ -95,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (u32 s = 0; s < STAGES; s++) ptx::mbarrier_init(full + s * 8, 1), ptx::mbarrier_init(empty + s * 8, WARPS * ARRIVALS);
     ptx::fence_mbarrier_init();
     ptx::fence_tensormap_acquire(maps + head.projection);
-    for (u32 tile = 0; tile < min(STAGES, tiles); tile++) load(tile);
+    if (!BESIDE && status && blockIdx.x == 0) *status = 0;
+    for (u32 tile = begin; tile < min(begin + STAGES, end); tile++) load(tile);
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
@@ -118,12 +154,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     if (TURNS) sums[4 * QUANTITIES + j] += y * z;
   };
-  // Tiles of a first sum, a power of two: 8 of its terms a tile and then as many terms as there are sums is how deep roundings go,
-  // and least where both are alike.
-  u32 deep = 1;
-  while (16 * deep * deep < tiles) deep *= 2;
+  const u32 deep = depth_of_sum();
+  // First sums, behind the ring; those of this thread.
+  const u32 kept = ptx::shared_address(&shared + 1) + threadIdx.x * 4;
+  u32 group = 0;
   Ring<STAGES> ring;
-  for (u32 tile = 0; tile < tiles; tile++, ring.next()) {
+  for (u32 tile = begin; tile < end; tile++, ring.next()) {
     const u32 stage = ring.stage;
     ptx::mbarrier_wait(full + stage * 8, ring.phase);
     const u8* weights = shared.tiles[stage];
@@ -183,17 +219,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     release(empty + stage * 8, lane);
     // The tile before this one has been read by every warp, or will be soon.
-    if (threadIdx.x == 0 && tile > 0 && tile - 1 + STAGES < tiles) {
-      ptx::mbarrier_wait(empty + (tile - 1) % STAGES * 8, (tile - 1) / STAGES & 1);
+    const u32 done = tile - begin;
+    if (threadIdx.x == 0 && done > 0 && tile - 1 + STAGES < end) {
+      ptx::mbarrier_wait(empty + (done - 1) % STAGES * 8, (done - 1) / STAGES & 1);
       load(tile - 1 + STAGES);
     }
-    if (((tile + 1) & (deep - 1)) == 0)
+    if (SPLIT > 1) {
+      if (((tile + 1) & (deep - 1)) == 0 || tile + 1 == end)
+#pragma unroll
+        for (u32 i = 0; i < VALUES; i++) ptx::st_shared_f32(kept + group++ * THREADS * 4, sums[i]), sums[i] = 0.f;
+    } else if (((tile + 1) & (deep - 1)) == 0)
 #pragma unroll
       for (u32 i = 0; i < VALUES; i++) totals[i] += sums[i], sums[i] = 0.f;
   }
+  if (SPLIT > 1) {
+    ptx::cluster_sync();
+    if (warp % SPLIT == rank)
+#pragma unroll 1
+      for (u32 r = 0; r < SPLIT; r++) {
+        const u32 there = ptx::map_shared(kept, r), count = first_group(r + 1) - first_group(r);
+#pragma unroll 2
+        for (u32 g = 0; g < count; g++)
+#pragma unroll
+          for (u32 i = 0; i < VALUES; i++) totals[i] += ptx::ld_shared_cluster_f32(there + (g * VALUES + i) * THREADS * 4);
+      }
+    // No block may end while others read from it.
+    ptx::cluster_sync();
+    if (warp % SPLIT != rank) return;
+  }
 #pragma unroll
   for (u32 i = 0; i < VALUES; i++) {
-    totals[i] += sums[i];
+    if (SPLIT == 1) totals[i] += sums[i];
 #pragma unroll
     for (u32 step = 4; step; step >>= 1) totals[i] += __shfl_xor_sync(0xffffffffu, totals[i], step);
   }

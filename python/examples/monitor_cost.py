@@ -1,46 +1,93 @@
 #!/usr/bin/env python3
-"""What the monitor computes in a step with layer lines, against a training step of the same size, on the CPU.
+"""What a monitor costs in a training step: windows of steps with it and without it, in turn, in one process.
 
-The step is 12 layers of GPT-2 size (12 heads of 64) on 1024 tokens with PyTorch's own attention, forward and backward.
-The monitor's part is the norms of W_Q and the sampled rows. Both are those of one layer times 12. Reading the kernels'
-statistics and writing the file are not counted.
+    python monitor_cost.py --size 125m --seq-len 4096 --batch 4
+    python monitor_cost.py --device cpu --size 5m --seq-len 256 --batch 1 --rounds 2
+
+A window has as many steps as the monitor has from one layer line to the next, so it has one step with layer lines. Before it, two
+steps are not timed. `geometry` is the policy without logit bounds, `bounds` has them (`bound="worst-case"`, which a monitor needs for
+sigma), `monitor` is that with a monitor, which writes its file. Printed as CSV: ms per step, median and range of the windows, and
+relative to `bounds`.
 """
 
+import argparse
+import pathlib
+import statistics
+import tempfile
 import time
 
 import torch
-from torch import nn
+import train_gpt
 
 import sigmascale.torch as fp8
-from sigmascale.torch import _norms, _samples, _terms
 
-LAYERS, HEADS, D, TOKENS, EVERY, ROWS = 12, 12, 64, 1024, 10, 16
+WAYS = ("geometry", "bounds", "monitor")
+WARM = 2
 
 
-def seconds(work, times):
-    work()
-    start = time.perf_counter()
-    for _ in range(times):
-        work()
-    return (time.perf_counter() - start) / times
+class Training:
+    def __init__(self, args):
+        torch.manual_seed(0)
+        self.args, self.device = args, torch.device(args.device)
+        with self.device:
+            self.model = train_gpt.Gpt("llama", args.seq_len, **train_gpt.SIZES[args.size])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(0, 256, (args.batch, args.seq_len + 1), device=self.device)
+
+    def step(self, runtime, monitor=None):
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(self.tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), self.tokens[:, 1:].flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        runtime.refresh()
+        if monitor:
+            monitor.step(loss=loss, grad_norm=norm, lr=1e-4)
+
+    def window(self, way, file):
+        """Milliseconds per step."""
+        runtime = train_gpt.attach(self.model, "geometry", bound=None if way == "geometry" else "worst-case")
+        monitor = fp8.Monitor(runtime, file, self.args.every, first_step=self.args.every - WARM) if way == "monitor" else None
+        for _ in range(WARM):
+            self.step(runtime, monitor)
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(self.args.every):
+            self.step(runtime, monitor)
+        self.synchronize()
+        seconds = time.perf_counter() - start
+        if monitor:
+            monitor.close()
+        return 1e3 * seconds / self.args.every
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def main():
-    torch.manual_seed(0)
-    width = HEADS * D
-    block = nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
-    x = torch.randn(1, TOKENS, width)
-    step = seconds(lambda: model(x).square().mean().backward(), 2)
-    weight = torch.randn(width, width)
-    layer = fp8.Layer(q=weight, k=weight, v=weight, n_q_heads=HEADS, n_kv_heads=HEADS)
-    norms = LAYERS * seconds(lambda: _norms.query_norms(layer), 5)
-    q, k, v = ((torch.randn(1, TOKENS, HEADS, D) * 50).to(torch.float8_e4m3fn) for _ in range(3))
-    out, terms = torch.randn(1, TOKENS, HEADS, D).bfloat16(), _terms.Terms(causal=True, scale=D**-0.5)
-    descales = [torch.full((1, HEADS), 0.02)] * 3
-    rows = LAYERS * seconds(lambda: _samples.sample(out, (q, k, v), descales, out, terms, ROWS, 1), 5)
-    print(f"step {step:.3f} s; norms {norms:.4f} s, sampled rows {rows:.4f} s in one of {EVERY} steps")
-    print(f"{(norms + rows) / EVERY / step:.3%} of a step")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="125m", choices=list(train_gpt.SIZES))
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--every", type=int, default=10, help="steps from one layer line to the next")
+    parser.add_argument("--rounds", type=int, default=8, help="windows of each kind")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    training, found = Training(args), {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(args.rounds + 1):
+            for way in WAYS:
+                ms = training.window(way, pathlib.Path(folder, f"{turn}.jsonl"))
+                if turn:  # the first of each compiles
+                    found[way].append(ms)
+    print("size,batch,seq_len,every,way,ms_per_step,least,most,beside_bounds")
+    for way, times in found.items():
+        ratio = statistics.median(a / b for a, b in zip(times, found["bounds"]))
+        cells = [f"{x:.3f}" for x in (statistics.median(times), min(times), max(times))]
+        print(args.size, args.batch, args.seq_len, args.every, way, *cells, f"{ratio:.4f}", sep=",")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ pub(crate) struct Boxes<'a> {
     pub strides: &'a [u64],
     pub tile: &'a [u32],
     pub swizzle: Swizzle,
+    /// What a copy asks of memory comes into the L2 cache in pieces of 256 bytes, not 128.
+    pub far: bool,
 }
 
 /// Tensor map of `boxes`; what lies outside the extents reads as zero.
@@ -22,7 +24,7 @@ pub(crate) struct Boxes<'a> {
 /// # Errors
 /// If the ranks differ, or the driver refuses the shape (address or stride not a multiple of 16 bytes, a box too large).
 pub(crate) fn tensor_map(boxes: &Boxes<'_>) -> Result<TensorMap> {
-    let Boxes { address, element, extents, strides, tile, swizzle } = *boxes;
+    let Boxes { address, element, extents, strides, tile, swizzle, far } = *boxes;
     let rank = extents.len();
     if tile.len() != rank || strides.len() + 1 != rank || rank > 5 {
         return Err(Error::cuda(format_args!("a tensor map of {rank} dimensions needs as many tile sizes")));
@@ -43,7 +45,10 @@ pub(crate) fn tensor_map(boxes: &Boxes<'_>) -> Result<TensorMap> {
             steps.as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            match far {
+                true => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                false => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            },
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     }
@@ -55,7 +60,7 @@ pub(crate) fn tensor_map(boxes: &Boxes<'_>) -> Result<TensorMap> {
 }
 
 /// Tensor map of a 2-D matrix of 16-bit or f32 values, `inner` contiguous ones by `outer` rows `stride` values apart, brought
-/// in boxes of 128 bytes by `rows` rows with 128-byte swizzle; what lies outside reads as zero.
+/// in boxes of 128 bytes by `rows` rows with 128-byte swizzle; what lies outside reads as zero. `far`: as of [`Boxes`].
 ///
 /// # Errors
 /// If the driver refuses the shape (address or stride not a multiple of 16 bytes).
@@ -66,6 +71,7 @@ pub(crate) fn tensor_map_rows(
     outer: u64,
     stride: u64,
     rows: u32,
+    far: bool,
 ) -> Result<[u64; 16]> {
     let (element, size) = if is_f32 {
         (MapType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4)
@@ -79,6 +85,7 @@ pub(crate) fn tensor_map_rows(
         strides: &[stride * size],
         tile: &[128 / size as u32, rows],
         swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        far,
     };
     Ok(tensor_map(&boxes)?.opaque)
 }

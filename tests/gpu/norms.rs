@@ -11,6 +11,7 @@ tests![
     every_rotation,
     every_norm,
     every_depth,
+    layers_leave_the_bits_of_one_alone,
     statistics_of_unaligned_weights,
     large_sums_that_cancel_are_not_below,
     engines_follow_one_another_in_the_same_memory,
@@ -192,6 +193,37 @@ fn every_depth() {
             check_case(&Case { rotary: if i % 2 == 0 { 64 } else { 0 }, ..case }, 70 + i as u64);
         }
     }
+}
+
+/// Several blocks share a head of one layer, fewer those of more layers, and of many layers none: equal bits of all.
+fn layers_leave_the_bits_of_one_alone() {
+    let stream = device().stream().unwrap();
+    let compare = |case: &Case, seed: u64, counts: &[usize]| {
+        let layer = Layer::new(case, seed);
+        let words = |count: usize| -> Vec<Vec<u32>> {
+            // SAFETY: `layer` holds the memory.
+            let engine = unsafe { ScaleEngine::new(device(), &vec![layer.input; count], false) }.unwrap();
+            engine.descales(&stream).unwrap();
+            let of = |place| bytemuck::cast_slice(&engine.read_stats(place).unwrap()).to_vec();
+            vec![of(0), of(count - 1)]
+        };
+        let alone = words(1);
+        for &count in counts {
+            assert!(words(count) == alone, "{case:?}: {count} layers");
+        }
+    };
+    // Depths of which a block of eight has no first sum, one, and several, the last of them short; 4, 52, 120, 240 heads.
+    for (i, d) in [64, 200, 512, 520, 1096, 2048, 4096, 4104].into_iter().enumerate() {
+        for r in [128, 192, 256] {
+            let sums = d % 16 == 8;
+            let rotary = if i % 3 == 0 { 0 } else { r };
+            let case = Case { rotary, layer_norm: sums, biases: sums, ..Case::new("depth", (d, r), (2, 1)) };
+            compare(&Case { dtype: TYPES[i % 2], ..case }, 95 + i as u64, &[13, 30, 60]);
+        }
+    }
+    // 720 heads in rounds of fewer blocks a multiprocessor than fit; heads of 64 channels, with a mean, too.
+    compare(&Case::new("rounds", (256, 128), (16, 2)), 93, &[36]);
+    compare(&Case { layer_norm: true, ..Case::new("rounds of small heads", (256, 64), (25, 25)) }, 94, &[48]);
 }
 
 fn statistics_of_unaligned_weights() {

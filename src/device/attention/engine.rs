@@ -417,5 +417,6 @@ fn values_map(address: DevicePtr, sizes: &AttentionShape, keys: usize) -> Result
         strides: &strides,
         tile: &tile,
         swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        far: false,
     })
 }

@@ -98,5 +98,6 @@ pub(super) fn run_map(x: &View<4>, columns: usize, heads: usize, rows: usize) ->
         } else {
             Swizzle::CU_TENSOR_MAP_SWIZZLE_64B
         },
+        far: false,
     })
 }

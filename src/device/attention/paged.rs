@@ -445,5 +445,6 @@ fn tiled_map(v: &View<6>, keys: usize) -> Result<TensorMap> {
         strides: &[group, head, page],
         tile: &[words as u32, keys as u32 / 16, 1, 1],
         swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        far: false,
     })
 }

@@ -105,8 +105,13 @@ impl ScaleEngine {
     /// # Errors
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
+        self.descales_early(stream, false)
+    }
+
+    /// [`ScaleEngine::descales`]. `early`: the launch in front is one of this crate, which a kernel may wait for.
+    pub(super) fn descales_early(&self, stream: &Stream, early: bool) -> Result<()> {
         let mut groups = self.groups.iter().enumerate();
-        groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0))
+        groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0, early && i == 0))
     }
 
     /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K. Layers with normalized q and k have none.
@@ -132,11 +137,16 @@ impl ScaleEngine {
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
+        self.plan_early(stream, false)
+    }
+
+    /// [`ScaleEngine::plan`]. `early`: as of [`ScaleEngine::descales_early`].
+    pub(super) fn plan_early(&self, stream: &Stream, early: bool) -> Result<()> {
         if !self.bounded {
             return Err(Error::cuda("the engine was made without logit bounds"));
         }
         let mut groups = self.groups.iter().enumerate();
-        groups.try_for_each(|(i, group)| group.plan(stream, &self.side, &self.results, i == 0))
+        groups.try_for_each(|(i, group)| group.plan(stream, &self.side, &self.results, i == 0, early && i == 0))
     }
 
     /// Logit bounds of [`ScaleEngine::plan`], `[layer][query head]`; `None` if a layer has none, since the engine was made

@@ -177,7 +177,7 @@ impl Grams {
                     gain_kernel: device.module(sources::GAINS, &[])?.overlapping_kernel("scale_gains")?,
                     gains: device.zeros(gain_bytes * projections)?,
                     scales: device.zeros(projections)?,
-                    maps: TensorMaps::new(device, &built.projections, false, boxes)?,
+                    maps: TensorMaps::new(device, &built.projections, false, boxes, false)?,
                     gain_tiles: d.div_ceil(128) as u32,
                     form: u32::from(split) + u32::from(sums),
                     channel_parts: device.zeros(cut.stat_parts as usize * 128 * 8)?,

@@ -81,12 +81,11 @@ impl Group {
         Ok(all)
     }
 
-    /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first.
-    pub fn descales(&self, stream: &Stream, results: &Results, clear: bool) -> Result<()> {
-        if clear {
-            results.status.clear(stream)?;
-        }
-        self.norms.every(stream, self.projections.ptr(), self.stats.ptr())?;
+    /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first. `early`: as of
+    /// [`Norms::every`].
+    pub fn descales(&self, stream: &Stream, results: &Results, clear: bool, early: bool) -> Result<()> {
+        let status = clear.then_some(&results.status);
+        self.norms.every(stream, [self.projections.ptr(), self.stats.ptr()], status, early)?;
         self.operand_descales(stream, results, self.pdl, 1024)
     }
 
@@ -115,16 +114,16 @@ impl Group {
     }
 
     /// Operand descales and logit bounds. `side`: for what runs beside the certificates. `clear`: the status has to be cleared
-    /// first.
-    pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool) -> Result<()> {
+    /// first. `early`: as of [`Group::descales`], for layers without Grams.
+    pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool, early: bool) -> Result<()> {
         let Some(Certified { grams, bounds }) = &self.certified else {
-            return self.descales(stream, results, clear);
+            return self.descales(stream, results, clear, early);
         };
         let (projections, stats, status) = (self.projections.ptr(), self.stats.ptr(), results.status.ptr());
         let cleared = if clear { grams.clear(&results.status, stream)? } else { DevicePtr::NULL };
         grams.launch(stream, projections, stats, cleared)?;
         if !grams.has_stats {
-            self.norms.every(stream, projections, stats)?;
+            self.norms.every(stream, [projections, stats], None, false)?;
         }
         grams.part_stats(stream, projections, stats)?;
         // V and the descales beside the certificates: the one waits for memory, the others for tensor cores.

@@ -371,7 +371,7 @@ impl Statistics {
             let form = Form { d_head, columns, sums: false, turns, f16, vectors, beside: false };
             let (kernel, launch) = form.kernel(device, count)?;
             let boxes = vec![if columns { 64 } else { d_head }];
-            (kernel, launch, Some(TensorMaps::new(device, &heads.projections, true, boxes)?))
+            (kernel, launch, Some(TensorMaps::new(device, &heads.projections, true, boxes, false)?))
         } else {
             let kernel = device.module(sources::NORMS_GENERIC, &[])?.kernel("scale_norms_generic")?;
             (kernel, Launch::linear(count, 256, 0), None)
@@ -389,7 +389,9 @@ impl Statistics {
     fn run(&self, stream: &Stream, stats: DevicePtr) -> Result<()> {
         let [projections, places] = [self.projections.ptr(), self.places.ptr()].map(Arg::Ptr);
         let maps = Arg::Ptr(self.maps.as_ref().map_or(DevicePtr::NULL, TensorMaps::ptr));
-        let args = [projections, places, maps, Arg::U32(self.inputs), Arg::Ptr(stats)];
+        let mut args = vec![projections, places, maps, Arg::U32(self.inputs), Arg::Ptr(stats)];
+        // The status is cleared with all launches.
+        args.extend(self.maps.is_some().then_some(Arg::Ptr(DevicePtr::NULL)));
         // SAFETY: 1. the arguments are the kernels'; 2. the tables are the engine's and reach the weights and gains that its
         // maker's caller promised; 3. every head has its own rows.
         unsafe { self.kernel.launch(stream, self.launch, &args) }

@@ -64,7 +64,7 @@ impl ShapeEngine {
     /// As [`ScaleEngine::new`], of these layers, until the launch has run, also at each replay of a graph that captured it.
     pub unsafe fn descales(&self, stream: &Stream, layers: &[LayerInput]) -> Result<()> {
         self.place(stream, layers)?;
-        self.engine.descales(stream)
+        self.engine.descales_early(stream, true)
     }
 
     /// As [`ScaleEngine::plan`], of these layers.
@@ -76,7 +76,7 @@ impl ShapeEngine {
     /// As [`ShapeEngine::descales`].
     pub unsafe fn plan(&self, stream: &Stream, layers: &[LayerInput]) -> Result<()> {
         self.place(stream, layers)?;
-        self.engine.plan(stream)
+        self.engine.plan_early(stream, true)
     }
 
     fn place(&self, stream: &Stream, layers: &[LayerInput]) -> Result<()> {
@@ -85,7 +85,7 @@ impl ShapeEngine {
         }
         stream.bind()?;
         // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the first launch behind this
-        // one, of any group and route, is a plain one, which starts when this one has ended.
+        // one, of any group and route, waits for its end: a plain one starts then, `scale_norms` waits before it reads a table.
         unsafe { self.writer.put(stream, self.engine.places(layers)?) }
     }
 

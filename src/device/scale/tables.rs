@@ -420,6 +420,8 @@ pub(super) struct TensorMaps {
     boxes: Vec<u32>,
     /// V has maps too.
     values: bool,
+    /// As of [`tensor_map::Boxes`].
+    far: bool,
 }
 
 /// 64-bit words of a tensor map.
@@ -427,13 +429,13 @@ pub(super) const MAP_WORDS: usize = 16;
 
 impl TensorMaps {
     /// A dry run, whose weights need not be there, makes none.
-    pub fn new(device: &Device, projections: &[Projection], values: bool, boxes: Vec<u32>) -> Result<Self> {
+    pub fn new(device: &Device, projections: &[Projection], values: bool, boxes: Vec<u32>, far: bool) -> Result<Self> {
         let of = |p: &Projection| match values || p.first_head != NO_ROW {
-            true if !device.is_dry() => tensor_maps(p, &boxes),
+            true if !device.is_dry() => tensor_maps(p, &boxes, far),
             _ => Ok(vec![0; MAP_WORDS * boxes.len()]),
         };
         let maps = projections.iter().map(of).collect::<Result<Vec<_>>>()?.concat();
-        Ok(Self { maps: device.upload(&maps)?, boxes, values })
+        Ok(Self { maps: device.upload(&maps)?, boxes, values, far })
     }
 
     pub fn ptr(&self) -> DevicePtr {
@@ -446,17 +448,17 @@ impl TensorMaps {
             return Ok(None);
         }
         let place = self.maps.at(MAP_WORDS * self.boxes.len() * index);
-        Ok(Some((place, tensor_maps(projection, &self.boxes)?)))
+        Ok(Some((place, tensor_maps(projection, &self.boxes, self.far)?)))
     }
 }
 
-fn tensor_maps(p: &Projection, boxes: &[u32]) -> Result<Vec<u64>> {
+fn tensor_maps(p: &Projection, boxes: &[u32], far: bool) -> Result<Vec<u64>> {
     let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
     let (inner, outer, stride) = match p.col_stride {
         1 => (inputs, channels, p.row_stride),
         _ => (channels, inputs, p.col_stride),
     };
     let is_f32 = p.dtype == Dtype::F32 as u32;
-    let map = |&rows: &u32| tensor_map::tensor_map_rows(p.at.weight, is_f32, inner, outer, stride as u64, rows);
+    let map = |&rows: &u32| tensor_map::tensor_map_rows(p.at.weight, is_f32, inner, outer, stride as u64, rows, far);
     Ok(boxes.iter().map(map).collect::<Result<Vec<_>>>()?.concat())
 }
