@@ -485,15 +485,16 @@ def low_precision_kernels():
 
 
 def delta_bias():
-    names = {"fp8": "FP8, P V in F16", "fp8 stabilise": "the same, `stabilise=True`"}
+    names = {"bf16 flash": "PyTorch's flash attention, BF16", "bf16 cudnn": "cuDNN, BF16"}
+    names |= {"fp8": "FP8, P V in F16", "fp8 stabilise": "the same, `stabilise=True`"}
     signs = {"one": "one sign", "both": "both signs"}
-    rows = [row for row in record("2026-11-24-delta-bias-emulation.csv") if row["kernel"] in names]
+    rows, table = record("2026-11-24-delta-bias-h200.csv"), []
     percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
-    table = [
-        [names[row["kernel"]], signs[row["sign_of_v"]], percent(row["output_rms"]), percent(row["dq_error"])]
-        for row in rows
-    ]
-    return markdown(["attention", "V", "error of the output", "error of dQ"], table)
+    for sign, kernel in itertools.product(signs, names):
+        found = [row for row in rows if (row["d"], row["kernel"], row["sign_of_v"]) == ("128", kernel, sign)]
+        cells = [", ".join(percent(row[column]) for row in found) for column in ("output_rms", "dq_error")]
+        table.append([names[kernel], signs[sign], *cells])
+    return markdown(["attention", "V", "error of the output, two seeds", "error of dQ, two seeds"], table)
 
 
 def training_formats():
