@@ -230,3 +230,37 @@ def test_caches(kind):
     for i, length in enumerate(lengths.tolist()):
         keys, values = (torch.cat([x[i, :length], y[i]])[None] for x, y in ((k, k_new), (v, v_new)))
         assert relative(out[i], fp8.attention(q[i : i + 1], keys, values, row)[0]) < 0.03
+
+
+@pytest.mark.parametrize(
+    "function, wrong, message",
+    [
+        ("packed", {"cu_seqlens_q": [0, 64, 32, 96]}, "cu_seqlens_q decreases from 64 to 32"),
+        ("packed", {"cu_seqlens_k": [0, 32, 64, 97]}, "cu_seqlens_k ends with 97, but k has 96 tokens"),
+        ("packed", {"seqused_k": [32, 33, 1]}, "seqused_k says 33 keys of sequence 1, which has 32"),
+        ("cached", {"cache_seqlens": [8, 65]}, "cache_seqlens must be from 0 to 64"),
+        ("cached", {"cache_batch_idx": [0, 2]}, "cache_batch_idx names row 2 of a cache with 2"),
+        ("paged", {"block_table": [[0, 1], [2, 9]]}, "9"),
+    ],
+)
+def test_wrong_lengths_on_the_device_are_named_on_request(monkeypatch, function, wrong, message):
+    monkeypatch.setattr("sigmascale.torch._terms._CHECK", True)
+    plan = [torch.ones(2, device="cuda")] * 3
+    new = lambda *shape: torch.randn(*shape, device="cuda").bfloat16()
+    places = {name: torch.tensor(x, dtype=torch.int32, device="cuda") for name, x in wrong.items()}
+
+    def call(**places):
+        if function == "packed":
+            of = {name: torch.tensor([0, 32, 64, 96], dtype=torch.int32, device="cuda") for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            of |= {"max_seqlen_q": 64, "max_seqlen_k": 64, "plan": plan}
+            return fp8.flash_attn_varlen_func(new(96, 4, 64), new(96, 2, 64), new(96, 2, 64), **(of | places))
+        e4m3 = torch.float8_e4m3fn
+        cache = [new(4, 32, 2, 64).to(e4m3) if function == "paged" else new(2, 64, 2, 64) for _ in "kv"]
+        of = {"cache_seqlens": torch.tensor([8, 48], dtype=torch.int32, device="cuda"), "plan": plan, "causal": True}
+        if function == "paged":
+            of["block_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device="cuda")
+        return fp8.flash_attn_with_kvcache(new(2, 1, 4, 64), *cache, **(of | places))
+
+    assert torch.isfinite(call()[0]).all()
+    with pytest.raises(ValueError, match=message):
+        call(**places)

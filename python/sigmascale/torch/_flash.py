@@ -14,7 +14,7 @@ from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
 from ._attention import How, attend, pair, typed
 from ._casts import E4M3, cast
-from ._terms import Sequences
+from ._terms import Sequences, checked
 
 if TYPE_CHECKING:
     from ._hints import Backend, Fallback, Plan
@@ -160,7 +160,7 @@ def packed(cu_q, cu_k, max_q, max_k, used_k=None, operands=None):
     for name, x, of in [("cu_seqlens_q", cu_q, 0), ("cu_seqlens_k", cu_k, 1), ("seqused_k", used, 1)]:
         if operands is not None and x is not None and x.device != operands[of].device:
             raise ArgumentError(f"{name} is on {x.device} and the operands on {operands[of].device}: move it there")
-    if operands is not None and cu_q.is_cpu and not torch.compiler.is_compiling():
+    if operands is not None and checked(cu_q):
         _check_places("q", cu_q, operands[0].shape[0], max_q)
         _check_places("k", cu_k, operands[1].shape[0], max_k, used)
     ends = cu_k[1:] if used is None else cu_k[:-1] + used
@@ -350,6 +350,12 @@ def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
             raise MismatchError(f"{name} has {x.shape[0]} rows for a batch of {q.shape[0]}: give one for each sequence")
         if x.device != q.device:
             raise ArgumentError(f"{name} is on {x.device} and q on {q.device}: move it there")
+    if cache_batch_idx is not None and checked(cache_batch_idx):
+        outside = cache_batch_idx[(cache_batch_idx < 0) | (cache_batch_idx >= k_cache.shape[0])]
+        if len(outside):
+            raise ArgumentError(
+                f"cache_batch_idx names row {int(outside[0])} of a cache with {k_cache.shape[0]}: give numbers from 0 to {k_cache.shape[0] - 1}"
+            )
     if block_table is not None and cache_batch_idx is not None:
         raise UnsupportedError("cache_batch_idx and block_table both say where a sequence lies: give one of them")
     if block_table is None and cache_batch_idx is None and k_cache.shape[0] != q.shape[0]:
@@ -359,7 +365,7 @@ def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
 
 
 def cache_lengths(cache_seqlens, batch, new, capacity):
-    """How many keys a cache holds before the call: an int, or int32 ``(batch,)``; values on the CPU are checked."""
+    """How many keys a cache holds before the call: an int, or int32 ``(batch,)``."""
     if cache_seqlens is None:
         if new:
             raise ArgumentError("new keys and values need cache_seqlens, the number of keys in front of them")
@@ -371,7 +377,7 @@ def cache_lengths(cache_seqlens, batch, new, capacity):
             raise MismatchError(
                 f"cache_seqlens has {cache_seqlens.shape[0]} entries for a batch of {batch}: give one for each sequence"
             )
-        known = cache_seqlens.tolist() if cache_seqlens.is_cpu and not torch.compiler.is_compiling() else []
+        known = cache_seqlens.tolist() if checked(cache_seqlens) else []
     elif isinstance(given, int) and not isinstance(given, bool):
         known = [given]
     else:
@@ -387,9 +393,10 @@ def cache_lengths(cache_seqlens, batch, new, capacity):
 def _pages(block_table, lengths, new, k_cache):
     """A block table whose entries past the sequences, which may hold anything, are page numbers too."""
     pages, page = k_cache.shape[:2]
-    if block_table.is_cpu and not torch.compiler.is_compiling():
-        used = lengths + new if isinstance(lengths, torch.Tensor) else torch.full(block_table.shape[:1], lengths + new)
-        needed = torch.arange(block_table.shape[1])[None] * page < used[:, None]
+    if checked(block_table):
+        device = block_table.device
+        used = lengths + new if isinstance(lengths, torch.Tensor) else torch.full(block_table.shape[:1], lengths + new, device=device)
+        needed = torch.arange(block_table.shape[1], device=device)[None] * page < used[:, None]
         wrong = block_table[needed & ((block_table < 0) | (block_table >= pages))]
         if len(wrong):
             raise ArgumentError(

@@ -11,9 +11,8 @@ from ._attention import attend
 from ._cache import cast_heads
 from ._casts import E4M3
 from ._flash import packed
-from ._masks import readable
 from ._plan import plan_of_module
-from ._terms import Sequences
+from ._terms import Sequences, readable
 
 
 def hugging_face(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs):

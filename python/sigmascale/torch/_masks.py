@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from ._terms import Sequences
+from ._terms import Sequences, readable
 
 # Rows that a sequence must have on average: more sequences than that are no padding and no packing.
 _ROWS = 16
@@ -28,11 +28,6 @@ def once(x, what, read):
         known = (x._version, read())
         setattr(x, name, known)
     return known[1]
-
-
-def readable(x):
-    """Whether the host may read a tensor's values here."""
-    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def recognise(mask, batch, len_q, len_k):

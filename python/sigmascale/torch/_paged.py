@@ -5,8 +5,6 @@ Keys are ``(pages, page_size, n_kv_heads, d_head)``. Values are the same, or in 
 (:func:`value_pages`), which is faster.
 """
 
-import os
-
 import torch
 
 from .. import _native
@@ -15,10 +13,9 @@ from . import _calls
 from ._casts import E4M3
 from ._hopper import _aligned
 from ._plan import LayerPlan
+from ._terms import checked
 
 _ENGINES = {}
-# Lengths and block tables are checked before each call, which then waits for the device.
-_CHECK = os.environ.get("SIGMASCALE_CHECK_PAGES", "0") == "1"
 
 _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
@@ -80,8 +77,7 @@ def _attend(
     call["stats"] = None if words is None else words.view(-1)
     call |= {"interleaved": interleaved, "causal": causal, "softmax_scale": scale}
     space = torch.empty(engine.bytes(call), device=device, dtype=torch.uint8)
-    check = _CHECK and not torch.cuda.is_current_stream_capturing()
-    engine.forward(call, space, check, torch.cuda.current_stream(device).cuda_stream)
+    engine.forward(call, space, checked(lengths), torch.cuda.current_stream(device).cuda_stream)
     _calls.count(_calls.layer_of(label), "native", "these kernels read the pages where they lie")
     return out, lse
 

@@ -1,8 +1,22 @@
 """What one attention call computes beside its tensors, and which keys its queries see."""
 
 import dataclasses
+import os
 
 import torch
+
+_CHECK = os.environ.get("SIGMASCALE_CHECK", "0") == "1"
+
+
+def readable(x):
+    """Whether the host may read a tensor's values here."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def checked(x):
+    """Whether lengths or page numbers are checked before a call: on a CPU, and with ``SIGMASCALE_CHECK=1`` on a GPU, which the host
+    then waits for."""
+    return (x.is_cpu or _CHECK) and readable(x)
 
 
 @dataclasses.dataclass(frozen=True)
