@@ -148,6 +148,7 @@ EXTRA = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
     "minimax": HYBRID | {"rotary_dim": 8},
     "minimax_m2": {"rotary_dim": 8},
     "minimax_m3_vl_text": {"rotary_dim": 8, "layer_types": ["full_attention", "minimax_m3_sparse"]},
@@ -164,6 +165,16 @@ EXTRA = {
     "qwen3_next": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "qwen_sparse_attention"],
+        "hc_count": 3,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
 }
 # Latent attention, by sizes of its own.
 for name in (
@@ -234,6 +245,10 @@ def random_model(config):
         for weight in model.parameters():
             values = weight + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else 0.2 * torch.randn_like(weight)
             weight.copy_(values.bfloat16())
+        for name, weight in model.named_parameters():
+            # Gates that can open for all streams at once, as the bound has them.
+            if name.endswith("hyper_connection.input_mix_weight_up.weight"):
+                weight.abs_().mul_(8)
     return model
 
 

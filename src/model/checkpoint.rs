@@ -18,6 +18,7 @@ use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
 use super::files::{RawTensor, WeightFiles};
 use super::folder::{not_a_checkpoint, one_shard, without_config, without_weights};
+use super::gains::mean_of_streams;
 use super::keys::refuse;
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
@@ -252,9 +253,14 @@ impl Checkpoint {
         let (q, k, v) = self.projections(own, &names)?;
         let (norm_gain, norm_shift) = match &names.norm {
             Some(name) => {
-                let gain = match spec.norm.gain {
-                    GainForm::Unit => None,
-                    _ => Some(self.vector(&self.named(name, &["weight", "gamma"]), spec.d_model)?),
+                let stored =
+                    |streams: usize| self.vector(&self.named(name, &["weight", "gamma"]), streams * spec.d_model);
+                let gain = match (spec.norm.gain, spec.streams) {
+                    (GainForm::Unit, _) => None,
+                    (_, None) => Some(stored(1)?),
+                    (_, Some(streams)) => {
+                        Some(mean_of_streams(&stored(streams)?, self.config.family.norm.gain, streams))
+                    }
                 };
                 let shift = match spec.norm.shift {
                     true => Some(self.vector(&self.named(name, &["bias", "beta"]), spec.d_model)?),

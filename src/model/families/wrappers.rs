@@ -9,6 +9,7 @@ const INSIDE: &[&str] = &["model.language_model.", "language_model.model."];
 
 /// The wrappers that are known. The first Qwen-VL releases store the text model as if it stood alone.
 pub(crate) static WRAPPERS: &[Wrapper] = &[
+    Wrapper { model_type: "aria", text: "aria_text", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "gemma3", text: "gemma3_text", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "gemma3n", text: "gemma3n_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "gemma4", text: "gemma4_text", flat: false, prefixes: INSIDE },
@@ -24,4 +25,5 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "llama4", text: "llama4_text", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "qwen4_exp", text: "qwen4_exp_text", flat: false, prefixes: INSIDE },
 ];
