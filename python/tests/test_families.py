@@ -367,6 +367,41 @@ def test_no_input_passes_a_bound(model_type, tmp_path, monkeypatch):
         assert not reached or max(reached) >= (0.5 if name == "logit" else 0.75), (name, reached)
 
 
+# Vision models around a text model whose class makes it from its own config.
+AROUND = (
+    "aya_vision cohere2_vision exaone4_5 got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llava llava_next "
+    "llava_onevision paligemma smolvlm vipllava"
+).split()
+
+
+@pytest.mark.parametrize("model_type", AROUND)
+def test_a_wrapped_model_has_the_bounds_of_its_text_model(model_type, tmp_path):
+    from safetensors.torch import load_file
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no class for {model_type}")
+    kind = transformers.CONFIG_MAPPING[model_type]
+    default = kind()
+    vision, found = default.vision_config, {}
+    square = isinstance(getattr(vision, "image_size", None), (list, tuple))
+    sizes = {"image_size": [28, 28], "patch_size": [14, 14]} if square else {"image_size": 28, "patch_size": 14}
+    sizes |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    found["vision_config"] = {key: value for key, value in sizes.items() if hasattr(vision, key)}
+    found["vision_config"]["model_type"] = vision.model_type
+    text = default.text_config
+    sizes = {key: value for key, value in SIZES.items() if hasattr(text, key)} | EXTRA.get(text.model_type, {})
+    found["text_config"] = sizes | {"vocab_size": 300, "model_type": text.model_type}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(kind(**found)).bfloat16()
+    model.save_pretrained(tmp_path)
+    inside = [(name.partition("layers."), name) for name in (weights := load_file(tmp_path / "model.safetensors"))]
+    own = {rest: weights[name] for (front, _, rest), name in inside if "language_model" in front or "text_model" in front}
+    assert own, "names of the text model"
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    expected = sigmascale.calibrate(config, weights={f"model.layers.{rest}": tensor for rest, tensor in own.items()})
+    assert sigmascale.calibrate(tmp_path)["layers"] == expected["layers"]
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_stream_has_the_scales_of_calibrate(model_type, tmp_path):
     from safetensors.torch import load_file

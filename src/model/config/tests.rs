@@ -865,7 +865,7 @@ fn kinds_of_layers_are_those_of_the_family() {
         assert_eq!((spec.streams, spec.norm.gain), (Some(2), GainForm::Plain));
         assert_eq!(numbers(spec), [1]);
     }
-    let error = kinds("qwen4_exp_text", r#","hc_count":0"#).unwrap_err();
+    let error = kinds("qwen4_exp_text", r#","hc_count":0,"full_attention_interval":1"#).unwrap_err();
     assert!(error.is_format() && error.to_string().contains("hc_count"), "{error}");
     let packed = r#","quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}"#;
     assert!(kinds("bitnet", packed).unwrap_err().to_string().contains("bitnet"));
