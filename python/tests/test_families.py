@@ -394,9 +394,8 @@ def test_a_wrapped_model_has_the_bounds_of_its_text_model(model_type, tmp_path):
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(kind(**found)).bfloat16()
     model.save_pretrained(tmp_path)
-    inside = [(name.partition("layers."), name) for name in (weights := load_file(tmp_path / "model.safetensors"))]
-    own = {rest: weights[name] for (front, _, rest), name in inside if "language_model" in front or "text_model" in front}
-    assert own, "names of the text model"
+    parts = [(*name.partition("layers."), tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()]
+    own = {rest: tensor for front, _, rest, tensor in parts if "language_model" in front or "text_model" in front}
     config = json.loads((tmp_path / "config.json").read_text())["text_config"]
     expected = sigmascale.calibrate(config, weights={f"model.layers.{rest}": tensor for rest, tensor in own.items()})
     assert sigmascale.calibrate(tmp_path)["layers"] == expected["layers"]
