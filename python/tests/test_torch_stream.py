@@ -170,6 +170,10 @@ def test_what_a_device_does_not_compute_is_computed_on_the_host(tmp_path, on_dev
     stream = sigmascale.ScaleStream(latent)
     stream.push("model.layers.0.self_attn.q_a_layernorm.weight", torch.ones(1536))
     assert stream._device is None and stream.held_bytes == 4 * 1536
+    streams = {"model_type": "qwen4_exp_text", "hidden_size": 64, "hc_count": 3, "layer_types": ["qwen_sparse_attention"]}
+    stream = sigmascale.ScaleStream(streams | {"num_attention_heads": 4})
+    stream.push("model.layers.0.attn_hyper_connection.hc_norm.weight", torch.zeros(192))
+    assert stream._device is None and stream.held_bytes == 4 * 192
     weights = written("llama", tmp_path)
     stream = sigmascale.ScaleStream(tmp_path)
     list(stream.through(weights))

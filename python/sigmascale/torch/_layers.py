@@ -525,11 +525,6 @@ def _table(model, units):
                 "Pass the attention layers with layers=[sigmascale.torch.Layer(...), ...]"
             )
         (prefix,) = found
-    if spec.get("streams"):
-        raise UnsupportedError(
-            f"family {spec['family']} has attention over a mean of residual streams, whose scales calibrate() and ScaleStream "
-            "compute on the CPU; attach() does not support it"
-        )
     if spec.get("multipliers") or spec.get("v_norm"):
         raise UnsupportedError(f"family {spec['family']} multiplies its projections by factors, which is not supported")
     has_latent = any(names["latent"] is not None for names in layout["layers"])
