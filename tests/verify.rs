@@ -518,7 +518,7 @@ fn weights_that_an_engine_may_load_otherwise_are_refused() {
     let index = std::fs::read_to_string(folder.path().join("model.safetensors.index.json")).unwrap();
     let index: Value = serde_json::from_str(&index).unwrap();
     let other = SHARDS.into_iter().find(|file| index["weight_map"][&name] != *file).unwrap();
-    add(folder.path(), other, &[stale.clone()], false);
+    add(folder.path(), other, std::slice::from_ref(&stale), false);
     refused(folder.path(), &[&name, other, "has other values in", "remove one"]);
     // `model.safetensors` beside an index of other files: transformers reads the one, engines read the others.
     let folder = form.write(&mut |_, _| None);

@@ -70,6 +70,9 @@ pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<
 #[pyclass]
 pub struct ScaleStream(Mutex<serving::ScaleStream>);
 
+/// A layer by its place, with the descales of q, k and v that were computed on a device.
+type Computed = (usize, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
+
 /// A layer with what engines take: one scale a tensor, rounded up to BF16, and its names.
 #[derive(Serialize)]
 struct Described<'a> {
@@ -181,8 +184,8 @@ impl ScaleStream {
         noted().map_err(|error| raise(py, &error))
     }
 
-    /// Layers by their places and the descales of q, k and v that were computed on the device, as JSON.
-    fn computed(&self, py: Python<'_>, layers: Vec<(usize, Vec<f32>, Vec<f32>, Option<Vec<f32>>)>) -> PyResult<String> {
+    /// Layers whose descales were computed on a device, as JSON.
+    fn computed(&self, py: Python<'_>, layers: Vec<Computed>) -> PyResult<String> {
         let row = |values: Vec<f32>| values.into_iter().map(Descale::new).collect::<Result<Vec<_>>>();
         let described = || {
             let mut stream = self.held();
