@@ -177,7 +177,8 @@ impl Checkpoint {
         for tensor in files.tensors().filter(read) {
             let broken = |rule: std::fmt::Arguments<'_>| {
                 let rule = format_args!("tensor `{}` {rule}", tensor.name);
-                Err(Error::format(Path::new(tensor.file), rule))
+                let folder = if self.path.is_dir() { Some(&*self.path) } else { self.path.parent() };
+                Err(Error::format(&folder.unwrap_or(Path::new("")).join(tensor.file), rule))
             };
             let Some(entry) = self.tensors.get(tensor.name) else {
                 return broken(format_args!(
