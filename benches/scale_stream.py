@@ -5,7 +5,7 @@
 
 Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``cuda`` needs PyTorch and a
 GPU: it measures a whole sync of the 291 tensors of the model, beside copies of all of them from pinned memory and on
-the device.
+the device: scales that are read at the end (one wait), and scales that are read after each layer (32 waits).
 """
 
 import sys
@@ -30,15 +30,16 @@ def cuda():
     config = {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 32}
     stream = sigmascale.ScaleStream(config | {"num_key_value_heads": 8, "rope_theta": 10000.0})
 
-    def scales():
+    def scales(look=lambda layers: None):
         for name, tensor in weights:
-            stream.push(name, tensor)
+            look(stream.push(name, tensor))
         stream.finish()
 
     ways = {
         "copy from the host": lambda: [place[x.shape].copy_(pinned[x.shape], non_blocking=True) for _, x in weights],
         "copy on the device": lambda: [place[x.shape].copy_(x) for _, x in weights],
         "scales": scales,
+        "scales after each layer": lambda: scales(list),
     }
     print("run,tensors,gigabytes,way,wall_s,cpu_s")
     # The first pass makes the engine.

@@ -30,10 +30,9 @@
 //! # Ok::<(), sigmascale::Error>(())
 //! ```
 
-mod gains;
 mod mla;
 
-pub(crate) use gains::gains;
+pub(crate) use crate::model::gains;
 
 use crate::error::{Error, Result};
 use crate::model::{

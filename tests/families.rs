@@ -240,6 +240,12 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let (g, b) = input();
                     layer_norm(hidden, &g, b)
                 }
+                // Gates open, and the same token in all streams, whose gains are equal.
+                _ if case.name == "qwen4_exp" => {
+                    let gains = t.get(&format!("{p}layers.{i}.attn_hyper_connection.hc_norm.weight"));
+                    let gains: Vec<f64> = gains[..case.d].iter().map(|g| (1.0 + g).abs()).collect();
+                    rms_norm(hidden, &gains, 0.0)
+                }
                 "gemma" | "gemma2" | "gemma3" | "qwen3_next" | "minimax_m3" => rms_norm(hidden, &input().0, 1.0),
                 "lfm2" | "lfm3" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.operator_norm.weight")), 0.0),
                 "nemotron_h" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.norm.weight")), 0.0),

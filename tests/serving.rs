@@ -1017,6 +1017,43 @@ mod streams {
         assert_eq!(stream.held_bytes(), 0);
     }
 
+    /// Layers whose values stay on a device are complete at once, and their descales may come late and in any order.
+    #[test]
+    fn descales_from_a_device_may_come_late() {
+        let case = grouped("llama", "llama", json!({}));
+        let model = written(&case, &draw(&case, 6));
+        let tensors = tensors_of(model.path());
+        let config = std::fs::read(model.path().join("config.json")).unwrap();
+        let mut stream = ScaleStream::new(&config, Path::new("config.json"), &[]).unwrap();
+        let expected = calibrated(model.path());
+        for _ in 0..2 {
+            let mut due = Vec::new();
+            for (name, dtype, shape, _) in &tensors {
+                due.extend(stream.note(name, *dtype, shape).unwrap());
+            }
+            assert_eq!(due.len(), expected.len());
+            let (name, dtype, shape, _) = &tensors.iter().find(|t| t.0.ends_with("q_proj.weight")).unwrap();
+            let error = stream.note(name, *dtype, shape).unwrap_err();
+            assert!(error.to_string().contains("was already passed"), "{error}");
+            for index in due.into_iter().rev() {
+                let error = stream.finish(false).unwrap_err();
+                assert!(error.is_argument() && error.to_string().contains("has no scales"), "{error}");
+                let LayerScales { q, k, v, .. } = expected[index].clone();
+                let found = stream.computed(index, q.clone(), k.clone(), v.clone()).unwrap();
+                assert_eq!(found, expected[index]);
+                let error = stream.computed(index, q, k, v).unwrap_err();
+                assert!(error.is_argument() && error.to_string().contains("or has its scales"), "{error}");
+            }
+            stream.finish(false).unwrap();
+        }
+        // A pass that is given up leaves nothing behind.
+        for (name, dtype, shape, _) in &tensors {
+            stream.note(name, *dtype, shape).unwrap();
+        }
+        stream.restart();
+        assert_eq!(streamed(&mut stream, &tensors), expected);
+    }
+
     #[test]
     fn what_a_stream_cannot_use_is_an_error() {
         let case = grouped("llama", "llama", json!({}));

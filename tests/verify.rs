@@ -425,7 +425,7 @@ fn missing_config_keys_keep_scales_out() {
     let named = modelopt(json!({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}));
     assert_eq!(audits(&named, "sglang").0, 0);
     // Nothing says that the weights are quantized.
-    let nothing = Form { config: None, ..form(0) };
+    let nothing = Form { config: None, weights: None, ..form(0) };
     for engine in ["vllm", "sglang"] {
         let (code, verdict, notes) = audits(&nothing, engine);
         assert!(code == 1 && verdict == "not_loaded" && notes.contains("quantization_config"), "{verdict} {notes}");
@@ -455,6 +455,118 @@ fn a_second_scale_for_one_parameter_cannot_hide_the_first() {
     assert_eq!(audited(write(1.0).path(), "vllm").0, 0);
     let (code, said) = audited(write(0.5).path(), "vllm");
     assert_eq!((code, verdicts(&said, "k")), (1, vec!["overflow".to_owned(); 4]));
+}
+
+/// Adds tensors to a file of a checkpoint, and to the index where `listed`.
+fn add(folder: &Path, file: &str, tensors: &[Stored], listed: bool) {
+    let path = folder.join(file);
+    let bytes = std::fs::read(&path).unwrap();
+    let before = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut views: Vec<_> = before.iter().filter(|(name, _)| tensors.iter().all(|t| t.0 != *name)).collect();
+    views.extend(tensors.iter().map(|(n, dtype, s, b)| (n.as_str(), TensorView::new(*dtype, s.clone(), b).unwrap())));
+    std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+    if listed {
+        let path = folder.join("model.safetensors.index.json");
+        let mut index: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        tensors.iter().for_each(|tensor| index["weight_map"][&tensor.0] = json!(file));
+        std::fs::write(&path, index.to_string()).unwrap();
+    }
+}
+
+const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+
+/// Engines load every tensor of every file that the index names, so which of two counts depends on the order of files.
+#[test]
+fn a_scale_in_a_second_file_cannot_hide_the_first() {
+    let form = Form { shards: 2, ..forms().swap_remove(0) };
+    let needed = form.needed();
+    for file in SHARDS {
+        for (factor, code, verdict) in [(1.0, 0, "safe"), (0.25, 1, "overflow")] {
+            let folder = form.write(&mut |layer, operand| Some(vec![form.covering(&needed, layer, operand)]));
+            let small = up(needed[2][1], form.dtype) * factor;
+            let name = "model.layers.2.self_attn.k_scale".to_owned();
+            add(folder.path(), file, &[(name, form.dtype, form.shape.clone(), encode(small, form.dtype))], false);
+            let (found, said) = audited(folder.path(), "vllm");
+            assert_eq!((found, verdicts(&said, "k")[2].as_str()), (code, verdict), "{file}");
+        }
+    }
+}
+
+/// Bounds are those of the weights that engines load, or there are none.
+#[test]
+fn weights_that_an_engine_may_load_otherwise_are_refused() {
+    let form = Form { shards: 2, weights: None, config: None, ..forms().swap_remove(0) };
+    let weights = form.weights();
+    let (name, dtype, shape, bytes) =
+        weights.iter().find(|tensor| tensor.0 == "model.layers.2.self_attn.k_proj.weight").unwrap().clone();
+    let stale = (name.clone(), dtype, shape.clone(), vec![0; bytes.len()]);
+    let refused = |folder: &Path, said: &[&str]| {
+        let to = tempfile::tempdir().unwrap();
+        let new = to.path().join("new");
+        let export = failure(&["export", text(folder), "--to", text(&new), "--for", "vllm"]);
+        for ((code, error), expected) in [(export, 1), (failure(&["verify", text(folder)]), 3)] {
+            assert!(code == expected && said.iter().all(|part| error.contains(part)), "{code} {error}");
+        }
+    };
+    for file in SHARDS {
+        let folder = form.write(&mut |_, _| None);
+        add(folder.path(), file, &[(name.clone(), dtype, shape.clone(), bytes.clone())], false);
+        assert_ne!(sigmascale(&["verify", text(folder.path())]).status.code(), Some(3), "equal copies");
+    }
+    // In the file that the index does not name for it.
+    let folder = form.write(&mut |_, _| None);
+    let index = std::fs::read_to_string(folder.path().join("model.safetensors.index.json")).unwrap();
+    let index: Value = serde_json::from_str(&index).unwrap();
+    let other = SHARDS.into_iter().find(|file| index["weight_map"][&name] != *file).unwrap();
+    add(folder.path(), other, std::slice::from_ref(&stale), false);
+    refused(folder.path(), &[&name, other, "has other values in", "remove one"]);
+    // `model.safetensors` beside an index of other files: transformers reads the one, engines read the others.
+    let folder = form.write(&mut |_, _| None);
+    let mut single = weights.clone();
+    single.iter_mut().filter(|tensor| tensor.0 == name).for_each(|tensor| tensor.3 = stale.3.clone());
+    let views = single.iter().map(|(n, dtype, s, b)| (n.as_str(), TensorView::new(*dtype, s.clone(), b).unwrap()));
+    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    refused(folder.path(), &[&name, "model.safetensors", "has other values in"]);
+    // A bias that the index does not tell of.
+    let folder = form.write(&mut |_, _| None);
+    let bias = (name.replace("weight", "bias"), dtype, vec![shape[0]], vec![0; 2 * shape[0]]);
+    add(folder.path(), SHARDS[0], &[bias], false);
+    refused(folder.path(), &["k_proj.bias", "is not in the index"]);
+    // Another model's tensors beside the own ones.
+    let folder = form.write(&mut |_, _| None);
+    let copy = |tensor: &Stored| (tensor.0.replacen("model.", "", 1), tensor.1, tensor.2.clone(), tensor.3.clone());
+    let beside: Vec<Stored> = weights.iter().filter(|tensor| tensor.0.contains("layers")).map(copy).collect();
+    add(folder.path(), SHARDS[0], &beside, true);
+    refused(folder.path(), &["`layers.0.self_attn.q_proj.weight`", "`model.layers.0.self_attn.q_proj.weight`"]);
+    // Weights in E4M3 of which the config says nothing: engines would read them without their scales.
+    let plain = Form { config: None, aside: None, shards: 1, ..forms().swap_remove(0) };
+    assert!(plain.weights.is_some(), "stored in FP8");
+    refused(plain.write(&mut |_, _| None).path(), &["E4M3", "no `quantization_config`"]);
+}
+
+/// vLLM takes the head counts from there.
+#[test]
+fn per_head_scales_need_config_groups() {
+    let mut config = compressed(Some(scheme("attn_head")));
+    let form = |config: &Value| Form { config: Some(config.clone()), ..forms().swap_remove(0) };
+    let needed = form(&config).needed();
+    let most = |operand: &str| needed.iter().map(|row| row["qkv".find(operand).unwrap()]).fold(0.0, f32::max);
+    let entries = |operand: &str| if operand == "q" { 4 } else { 2 };
+    let audit = |config: &Value| {
+        let form = form(config);
+        let folder = form.write(&mut |_, o| Some(vec![up(1.5 * most(o), form.dtype); entries(o)]));
+        let (_, said) = audited(folder.path(), "vllm");
+        (verdicts(&said, "k"), said["notes"].to_string())
+    };
+    assert!(audit(&config).0.iter().all(|verdict| verdict != "not_loaded"));
+    for without in [None, Some(Value::Null)] {
+        match without {
+            Some(null) => config["config_groups"] = null,
+            None => drop(config.as_object_mut().unwrap().remove("config_groups")),
+        }
+        let (found, notes) = audit(&config);
+        assert!(found == ["not_loaded"; 4] && notes.contains("config_groups"), "{found:?} {notes}");
+    }
 }
 
 /// The file that vLLM and SGLang took by `--quantization-param-path`.

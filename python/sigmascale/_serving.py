@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from . import _native
 from ._arguments import flag, text, whole
-from ._errors import ArgumentError
+from ._errors import ArgumentError, MismatchError, SigmascaleError
 from ._offline import _SAFETENSORS, _path, _source, _stored
 from ._results import Audit, Export
 
@@ -46,6 +46,25 @@ def verify(folder: Path, engine: Engine | None = None) -> Audit:
     return first
 
 
+class _Completed(Sequence[dict[str, Any]]):
+    """The layers that a tensor completed on a device: read, with all others that are due, when one of them is looked at."""
+
+    def __init__(self, count: int, layers: list[dict[str, Any]], read: Callable[[], None]) -> None:
+        self._count, self._layers, self._read = count, layers, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        if len(self._layers) < self._count:
+            self._read()
+        return self._layers[index]
+
+
 class ScaleStream:
     """Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete.
 
@@ -56,16 +75,16 @@ class ScaleStream:
 
     The first tensor of a pass decides where its scales are computed. On the host they are the bits of
     :func:`calibrate`, whatever the order. CUDA tensors are copied and computed on their device, on its current stream:
-    scales are then at least those of :func:`calibrate` and at most 1e-5 above. ``host=True`` computes on the host
-    wherever tensors are; what a device does not compute (latent attention, FP8 weights, one rank of several) is
-    computed there anyway.
+    scales are then at least those of :func:`calibrate` and at most 1e-5 above. :meth:`push` then does not wait for the
+    device: the first look at a layer, at :attr:`layers` or :meth:`finish` waits once, for all layers that are complete,
+    and raises the :class:`NonFiniteError` of one whose weights are not finite. ``host=True`` computes on the host wherever
+    tensors are; what a device does not compute (latent attention, FP8 weights, one rank of several) is computed there
+    anyway.
 
     A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV
     head; v is None without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of
     it by engine.
     """
-
-    layers: dict[int, dict[str, Any]]
 
     def __init__(self, config: Model, *, names: Iterable[str] = (), ranks: int = 1, host: bool = False) -> None:
         source = _source(config, None)
@@ -74,9 +93,19 @@ class ScaleStream:
         self._native = _native.ScaleStream(self._config, self._file, [str(name) for name in names], ranks)
         self._host = flag("host", host) or ranks > 1
         self._device, self._started = None, False
-        self.layers = {}
+        self._layers: dict[int, dict[str, Any]] = {}
 
-    def push(self, name: str, tensor: Any) -> list[dict[str, Any]]:
+    @property
+    def layers(self) -> dict[int, dict[str, Any]]:
+        """The layers by number, as they are now: those of the pass before until a pass completes them again."""
+        self._read()
+        return dict(sorted(self._layers.items()))
+
+    def _read(self) -> None:
+        if self._device is not None:
+            self._device.read(self._layers)
+
+    def push(self, name: str, tensor: Any) -> Sequence[dict[str, Any]]:
         """Takes a NumPy array, a PyTorch tensor or a DTensor; gives the layers that it completes."""
         name = text("name", name)
         if not self._native.wants(name):
@@ -86,13 +115,13 @@ class ScaleStream:
         if not self._started:
             self._begin(tensor)
         if self._device is not None:
-            done = self._device.push(name, tensor)
-        else:
-            dtype, shape, data = _stored(name, tensor)
-            if dtype not in _SAFETENSORS:
-                raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
-            done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.ctypes.data, data.nbytes))
-        self.layers.update((layer["layer"], layer) for layer in done)
+            count, layers = self._device.push(name, tensor)
+            return _Completed(count, layers, self._read) if count else []
+        dtype, shape, data = _stored(name, tensor)
+        if dtype not in _SAFETENSORS:
+            raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
+        done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.ctypes.data, data.nbytes))
+        self._layers.update((layer["layer"], layer) for layer in done)
         return done
 
     def _begin(self, tensor):
@@ -117,11 +146,25 @@ class ScaleStream:
 
     def finish(self, *, part: bool = False) -> dict[int, dict[str, Any]]:
         """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not
-        come. With ``part``, whole layers may be missing: those of other pipeline stages.
+        come, and the pass goes on. With ``part``, whole layers may be missing: those of other pipeline stages.
         """
-        self._native.finish(flag("part", part))
+        part = flag("part", part)
+        try:
+            layers = self.layers
+            self._native.finish(part)
+        except SigmascaleError as error:
+            if not isinstance(error, MismatchError):
+                # Scales that cannot be computed: the next pass brings other weights.
+                self._restart()
+            raise
         self._started = False
-        return dict(sorted(self.layers.items()))
+        return layers
+
+    def _restart(self) -> None:
+        self._native.restart()
+        self._started = False
+        if self._device is not None:
+            self._device.begin()
 
     @property
     def held_bytes(self) -> int:

@@ -116,7 +116,9 @@ def _tensors(layer, engine, like):
     if hasattr(like, "untyped_storage"):
         import torch
 
-        return [(name, torch.tensor([value], dtype=torch.float32, device=like.device)) for name, value in pairs]
+        # One transfer for all.
+        values = torch.tensor([value for _, value in pairs], dtype=torch.float32, device=like.device)
+        return [(name, value) for (name, _), value in zip(pairs, values.split(1))]
     import numpy
 
     return [(name, numpy.array([value], numpy.float32)) for name, value in pairs]
@@ -125,7 +127,8 @@ def _tensors(layer, engine, like):
 def with_scales(weights: Pairs, config: Model, *, engine: Engine = "vllm") -> Iterator[tuple[str, Any]]:
     """The weights of a weight sync, and after each layer's last tensor its scales: for updates that load scales (vLLM's
     ``start_weight_update`` to ``finish_weight_update``) and take names as they come. All layers' scales have to be in
-    an update: vLLM sets those that are not to 1.0.
+    an update: vLLM sets those that are not to 1.0. With CUDA tensors the host waits once per layer, since it sends a
+    layer's scales before the next one's weights.
     """
     stream = ScaleStream(config)
     for name, tensor in weights:
@@ -144,8 +147,9 @@ def chunks_with_scales(
     stream = ScaleStream(config)
     for chunk in chunks:
         chunk = list(chunk)
-        added = [pair for name, tensor in chunk for layer in stream.push(name, tensor) for pair in _tensors(layer, engine, tensor)]
-        yield chunk + added
+        # All of a chunk are pushed before scales are looked at: a device is waited for once a chunk.
+        done = [(stream.push(name, tensor), tensor) for name, tensor in chunk]
+        yield chunk + [pair for layers, tensor in done for layer in layers for pair in _tensors(layer, engine, tensor)]
     stream.finish(part=part)
 
 

@@ -227,6 +227,7 @@ impl Stored {
             soft_cap: None,
             max_positions: None,
             v_norm: false,
+            streams: None,
             multipliers: None,
             fp8_inputs: false,
         }

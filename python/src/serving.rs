@@ -70,6 +70,9 @@ pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<
 #[pyclass]
 pub struct ScaleStream(Mutex<serving::ScaleStream>);
 
+/// A layer by its place, with the descales of q, k and v that were computed on a device.
+type Computed = (usize, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
+
 /// A layer with what engines take: one scale a tensor, rounded up to BF16, and its names.
 #[derive(Serialize)]
 struct Described<'a> {
@@ -181,22 +184,24 @@ impl ScaleStream {
         noted().map_err(|error| raise(py, &error))
     }
 
-    /// A layer by the descales that were computed on the device, as JSON.
-    fn computed(
-        &self,
-        py: Python<'_>,
-        layer: usize,
-        q: Vec<f32>,
-        k: Vec<f32>,
-        v: Option<Vec<f32>>,
-    ) -> PyResult<String> {
+    /// Layers whose descales were computed on a device, as JSON.
+    fn computed(&self, py: Python<'_>, layers: Vec<Computed>) -> PyResult<String> {
         let row = |values: Vec<f32>| values.into_iter().map(Descale::new).collect::<Result<Vec<_>>>();
         let described = || {
             let mut stream = self.held();
-            let layer = stream.computed(layer, row(q)?, row(k)?, v.map(row).transpose()?)?;
-            text(&Described::new(&stream.spec().family, &layer)?)
+            let family = stream.spec().family.clone();
+            let each = layers
+                .into_iter()
+                .map(|(layer, q, k, v)| stream.computed(layer, row(q)?, row(k)?, v.map(row).transpose()?));
+            let done = each.collect::<Result<Vec<_>>>()?;
+            text(&done.iter().map(|layer| Described::new(&family, layer)).collect::<Result<Vec<_>>>()?)
         };
         described().map_err(|error| raise(py, &error))
+    }
+
+    /// Drops what a pass has taken so far.
+    fn restart(&self) {
+        self.held().restart();
     }
 
     fn finish(&self, py: Python<'_>, part: bool) -> PyResult<()> {

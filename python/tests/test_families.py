@@ -148,6 +148,7 @@ EXTRA = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
     "minimax": HYBRID | {"rotary_dim": 8},
     "minimax_m2": {"rotary_dim": 8},
     "minimax_m3_vl_text": {"rotary_dim": 8, "layer_types": ["full_attention", "minimax_m3_sparse"]},
@@ -164,6 +165,16 @@ EXTRA = {
     "qwen3_next": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "qwen_sparse_attention"],
+        "hc_count": 3,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
 }
 # Latent attention, by sizes of its own.
 for name in (
@@ -234,6 +245,10 @@ def random_model(config):
         for weight in model.parameters():
             values = weight + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else 0.2 * torch.randn_like(weight)
             weight.copy_(values.bfloat16())
+        for name, weight in model.named_parameters():
+            # Gates that can open for all streams at once, as the bound has them.
+            if name.endswith("hyper_connection.input_mix_weight_up.weight"):
+                weight.abs_().mul_(8)
     return model
 
 
@@ -350,6 +365,40 @@ def test_no_input_passes_a_bound(model_type, tmp_path, monkeypatch):
         assert max(reached, default=0.0) <= 1.0 + 1e-4, (name, reached)
         # Ascent comes close, so the bounds are of this model.
         assert not reached or max(reached) >= (0.5 if name == "logit" else 0.75), (name, reached)
+
+
+# Vision models around a text model whose class makes it from its own config.
+AROUND = (
+    "aya_vision cohere2_vision exaone4_5 got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llava llava_next "
+    "llava_onevision paligemma smolvlm vipllava"
+).split()
+
+
+@pytest.mark.parametrize("model_type", AROUND)
+def test_a_wrapped_model_has_the_bounds_of_its_text_model(model_type, tmp_path):
+    from safetensors.torch import load_file
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no class for {model_type}")
+    kind = transformers.CONFIG_MAPPING[model_type]
+    default = kind()
+    vision, found = default.vision_config, {}
+    square = isinstance(getattr(vision, "image_size", None), (list, tuple))
+    sizes = {"image_size": [28, 28], "patch_size": [14, 14]} if square else {"image_size": 28, "patch_size": 14}
+    sizes |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    found["vision_config"] = {key: value for key, value in sizes.items() if hasattr(vision, key)}
+    found["vision_config"]["model_type"] = vision.model_type
+    text = default.text_config
+    sizes = {key: value for key, value in SIZES.items() if hasattr(text, key)} | EXTRA.get(text.model_type, {})
+    found["text_config"] = sizes | {"vocab_size": 300, "model_type": text.model_type}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(kind(**found)).bfloat16()
+    model.save_pretrained(tmp_path)
+    parts = [(*name.partition("layers."), tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()]
+    own = {rest: tensor for front, _, rest, tensor in parts if "language_model" in front or "text_model" in front}
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    expected = sigmascale.calibrate(config, weights={f"model.layers.{rest}": tensor for rest, tensor in own.items()})
+    assert sigmascale.calibrate(tmp_path)["layers"] == expected["layers"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -575,3 +575,17 @@ def test_models_and_meta_tensors_say_what_to_pass():
 def test_a_probe_without_a_gpu_says_so():
     with pytest.raises(sigmascale.CudaError, match="device 'cuda': PyTorch finds no GPU"):
         sigmascale.probe(lambda *_: None)
+
+
+def test_a_mean_of_residual_streams_is_left_to_the_cpu_functions():
+    transformers = pytest.importorskip("transformers")
+    if "qwen4_exp_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no Qwen4-Exp")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 32}
+    sizes |= {"layer_types": ["qwen_sparse_attention"], "num_experts": 2, "num_experts_per_tok": 1, "hc_lowrank": 8}
+    sizes |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+    config = transformers.CONFIG_MAPPING["qwen4_exp_text"](**sizes, indexer_compress_ratio=2, moe_intermediate_size=32)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(sigmascale.UnsupportedError, match="mean of residual streams are bounded on the CPU only"):
+        fp8.find_layers(model)

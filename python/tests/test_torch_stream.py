@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 import sigmascale  # noqa: E402
 from sigmascale import _serving, rl  # noqa: E402
+from sigmascale.torch import _host, _stream  # noqa: E402
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 32}
 # Plain, biased, normed q and k, gains of 1 + g, LayerNorm with fused and transposed projections, interleaved heads, and
@@ -109,11 +110,70 @@ def test_layers_in_order_share_one_copy_and_one_engine(tmp_path, on_device):
     assert most <= (64 + 32 + 32) * 64 * 2 + 64 * 4
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """How often results were read from the device, each with the number of layers."""
+    counted, read = [], _stream.DeviceStream.read
+
+    def counting(self, layers):
+        if self._unread:
+            counted.append(len(self._unread))
+        read(self, layers)
+
+    monkeypatch.setattr(_stream.DeviceStream, "read", counting)
+    return counted
+
+
+def test_a_pass_waits_once(tmp_path, on_device, waits):
+    weights = sorted(written("llama", tmp_path))
+    stream = sigmascale.ScaleStream(tmp_path)
+    for step in range(1, 3):
+        done = [layers for pair in weights if (layers := stream.push(*pair))]
+        assert [len(layers) for layers in done] == [1, 1, 1] and len(waits) == step - 1
+        assert stream.finish() == {layer["layer"]: layer for layers in done for layer in layers} == stream.layers
+        assert waits == [3] * step
+        check(stream, tmp_path)
+
+
+def test_a_layer_that_is_looked_at_is_read_with_all_that_are_complete(tmp_path, on_device, waits):
+    weights = sorted(written("llama", tmp_path))
+    stream, done = sigmascale.ScaleStream(tmp_path), []
+    for name, tensor in weights:
+        done += [layers] if (layers := stream.push(name, tensor)) else []
+        if len(done) == 2 and not waits:
+            first, second = done
+            assert [layer["layer"] for layer in first] == [0] and waits == [2]
+            assert second[0]["layer"] == second[:1][0]["layer"] == 1 and waits == [2]
+    assert list(stream.layers) == [0, 1, 2] and waits == [2, 1]
+    stream.finish()
+    # Scales of a chunk are sent with it, and looked at when all of it was taken.
+    waits.clear()
+    chunks = list(rl.chunks_with_scales([weights[:15], weights[15:]], tmp_path))
+    sent = {name: tensor for chunk in chunks for name, tensor in chunk if name.endswith("_scale")}
+    assert len(sent) == 6 and all(tensor.shape == (1,) for tensor in sent.values()) and len(waits) == 2
+    for layer in stream.layers.values():
+        assert all(sent[layer["names"]["sglang"][x]].item() == np.float32(layer["scale"][x]) for x in "kv")
+
+
+def test_layers_of_a_pass_before_stay_as_they_were(tmp_path, on_device):
+    weights = written("llama", tmp_path)
+    for host in (False, True):
+        stream = sigmascale.ScaleStream(tmp_path, host=host)
+        list(stream.through(weights))
+        in_use = stream.layers
+        list(stream.through((name, tensor * 2 if "1.self_attn.k_proj" in name else tensor) for name, tensor in weights))
+        assert rl.must_flush(in_use, stream.layers) and not rl.must_flush(stream.layers, in_use)
+
+
 def test_what_a_device_does_not_compute_is_computed_on_the_host(tmp_path, on_device):
     latent = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
     stream = sigmascale.ScaleStream(latent)
     stream.push("model.layers.0.self_attn.q_a_layernorm.weight", torch.ones(1536))
     assert stream._device is None and stream.held_bytes == 4 * 1536
+    streams = {"model_type": "qwen4_exp_text", "hidden_size": 64, "hc_count": 3, "layer_types": ["qwen_sparse_attention"]}
+    stream = sigmascale.ScaleStream(streams | {"num_attention_heads": 4})
+    stream.push("model.layers.0.attn_hyper_connection.hc_norm.weight", torch.zeros(192))
+    assert stream._device is None and stream.held_bytes == 4 * 192
     weights = written("llama", tmp_path)
     stream = sigmascale.ScaleStream(tmp_path)
     list(stream.through(weights))
@@ -137,6 +197,51 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, on_device):
     weights["model.layers.1.self_attn.k_proj.weight"][3, 3] = float("nan")
     with pytest.raises(sigmascale.NonFiniteError):
         list(sigmascale.ScaleStream(tmp_path).through(weights.items()))
+
+
+def test_a_device_reports_weights_that_are_not_finite_when_scales_are_read(tmp_path, on_device, monkeypatch):
+    """As a CUDA engine does: a bit in its status, and no exception."""
+    made, launch = _host.ScaleEngine.__init__, _host.ScaleEngine.launch
+
+    def with_status(self, *args):
+        made(self, *args)
+        self.status = torch.zeros(1, dtype=torch.int32)
+
+    def launched(self, *args):
+        self.status.zero_()
+        try:
+            launch(self, *args)
+        except sigmascale.NonFiniteError:
+            self.status.fill_(1)
+
+    monkeypatch.setattr(_host.ScaleEngine, "__init__", with_status)
+    monkeypatch.setattr(_host.ScaleEngine, "launch", launched)
+    monkeypatch.setattr(_host.ScaleEngine, "results", lambda self: self._results | {"status": self.status})
+    weights = sorted(written("llama", tmp_path))
+    broken = {name: tensor.clone() for name, tensor in weights}
+    broken["model.layers.1.self_attn.k_proj.weight"][3, 3] = float("nan")
+    stream = sigmascale.ScaleStream(tmp_path)
+    for pair in broken.items():
+        stream.push(*pair)
+    # Whenever scales are looked at, until the pass ends.
+    for look in (lambda: stream.layers, lambda: stream.layers, stream.finish):
+        with pytest.raises(sigmascale.NonFiniteError, match="layer 1: weights or bounds are not finite"):
+            look()
+    list(stream.through(weights))
+    check(stream, tmp_path)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_parameters_are_taken_in_every_grad_mode(mode, tmp_path, on_device):
+    weights = written("llama", tmp_path)
+    stream = sigmascale.ScaleStream(tmp_path)
+    with mode():
+        list(stream.through((name, torch.nn.Parameter(tensor.clone())) for name, tensor in weights))
+    # What is kept of a pass in one mode is written in another.
+    with torch.inference_mode():
+        weights = [(name, tensor.clone()) for name, tensor in weights]
+    list(stream.through(weights))
+    check(stream, tmp_path)
 
 
 @pytest.mark.parametrize("on", ["cpu", "host"])

@@ -100,14 +100,17 @@ fn on_cpu(spec: &AttentionSpec, what: &str) -> Result<()> {
 /// Refuses what is no plain q, k and v of a layer's own weights, which is all that the scale engine reads.
 ///
 /// # Errors
-/// `is_unsupported` for latent attention, normalized values, factors that multiply projections, and layers that take the keys and
-/// values of others.
+/// `is_unsupported` for latent attention, normalized values, factors that multiply projections, a mean of residual streams, and layers
+/// that take the keys and values of others.
 pub fn check_plain(spec: &AttentionSpec) -> Result<()> {
     if spec.has_mla() {
         return on_cpu(spec, "layers with latent attention (MLA)");
     }
     if spec.v_norm || spec.multipliers.is_some() {
         return on_cpu(spec, "normalized values and factors beside the weights");
+    }
+    if spec.streams.is_some() {
+        return on_cpu(spec, "layers that read a gated mean of residual streams");
     }
     if spec.layers.iter().any(|layer| layer.kv_source.is_some()) {
         return on_cpu(spec, "layers that take keys and values of others");

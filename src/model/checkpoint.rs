@@ -16,7 +16,9 @@ pub use stream::LayerStream;
 
 use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
+use super::files::{RawTensor, WeightFiles};
 use super::folder::{not_a_checkpoint, one_shard, without_config, without_weights};
+use super::gains::mean_of_streams;
 use super::keys::refuse;
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
@@ -25,7 +27,7 @@ use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::fp8::E4M3_MAX;
 use crate::tensor::{BlockScale, Dtype, MatrixView};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -158,6 +160,59 @@ impl Checkpoint {
         beside.chain(self.shards.iter().map(|shard| shard.path.clone())).collect()
     }
 
+    /// Refuses files of a folder from which an engine would load other values for attention than were read here: it loads every tensor of
+    /// every file, and the index says only which files there are.
+    ///
+    /// # Errors
+    /// `is_format`, with the tensor and its file.
+    pub fn check_loaded(&self, files: &WeightFiles) -> Result<()> {
+        let (own, probe) = (self.prefix(), self.probe());
+        if let Some(other) = self.fitting_prefixes().find(|other| *other != own) {
+            let rule =
+                format_args!("has `{own}{probe}` and `{other}{probe}`: remove the model that is not to be served");
+            return Err(Error::format(&self.path, rule));
+        }
+        let stems = self.attention_stems();
+        let read = |tensor: &RawTensor<'_>| tensor.name.rsplit_once('.').is_some_and(|(stem, _)| stems.contains(stem));
+        for tensor in files.tensors().filter(read) {
+            let broken = |rule: std::fmt::Arguments<'_>| {
+                let rule = format_args!("tensor `{}` {rule}", tensor.name);
+                let folder = if self.path.is_dir() { Some(&*self.path) } else { self.path.parent() };
+                Err(Error::format(&folder.unwrap_or(Path::new("")).join(tensor.file), rule))
+            };
+            let Some(entry) = self.tensors.get(tensor.name) else {
+                return broken(format_args!(
+                    "is not in the index, but engines load every tensor of its file: add it to the index or remove it"
+                ));
+            };
+            let shard = &self.shards[entry.shard];
+            let own = shard.map.get(shard.data + entry.start..shard.data + entry.end).unwrap_or_default();
+            if (entry.dtype, &*entry.shape, own) != (tensor.dtype, tensor.shape, tensor.bytes) {
+                return broken(format_args!(
+                    "has other values in {}, and which of them an engine uses depends on the order of files: remove one",
+                    shard.path.display()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Names of the tensors that layers read, without their last part.
+    fn attention_stems(&self) -> HashSet<String> {
+        let mut stems = HashSet::new();
+        for layer in &self.spec().layers {
+            let names = self.config.names(layer);
+            let mla = names.mla.iter().flat_map(|mla| mla.q_norm.iter().chain([&mla.kv_norm, &mla.k_pe.name]));
+            let norms = names.norm.iter().chain(names.qk_norm.iter().flat_map(|(q, k)| [q, k]));
+            for stem in [&names.q.name, &names.k.name, &names.v.name].into_iter().chain(mla).chain(norms) {
+                let heads = if stem.contains("{h}") { layer.n_q_heads } else { 1 };
+                let of = |head: usize| format!("{}{}", self.prefix(), stem.replace("{h}", &head.to_string()));
+                stems.extend((0..heads).map(of));
+            }
+        }
+        stems
+    }
+
     /// What stands in front of the family's tensor names in this file (`model.`, `transformer.`, nothing, ...).
     pub fn prefix(&self) -> &str {
         &self.config.spec.prefix
@@ -199,9 +254,14 @@ impl Checkpoint {
         let (q, k, v) = self.projections(own, &names)?;
         let (norm_gain, norm_shift) = match &names.norm {
             Some(name) => {
-                let gain = match spec.norm.gain {
-                    GainForm::Unit => None,
-                    _ => Some(self.vector(&self.named(name, &["weight", "gamma"]), spec.d_model)?),
+                let stored =
+                    |streams: usize| self.vector(&self.named(name, &["weight", "gamma"]), streams * spec.d_model);
+                let gain = match (spec.norm.gain, spec.streams) {
+                    (GainForm::Unit, _) => None,
+                    (_, None) => Some(stored(1)?),
+                    (_, Some(streams)) => {
+                        Some(mean_of_streams(&stored(streams)?, self.config.family.norm.gain, streams))
+                    }
                 };
                 let shift = match spec.norm.shift {
                     true => Some(self.vector(&self.named(name, &["bias", "beta"]), spec.d_model)?),
@@ -247,17 +307,28 @@ impl Checkpoint {
     }
 
     fn find_prefix(&self) -> Result<&'static str> {
-        let first = self.config.spec.layers.first().map_or(0, |layer| layer.number);
-        let probe = at(self.config.family.qkv.first(), first) + ".weight";
-        let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
-        self.config.prefixes.iter().copied().find(fits).ok_or_else(|| {
+        self.fitting_prefixes().next().ok_or_else(|| {
             let family = self.config.family.name;
             let rule = format_args!(
-                "found no tensor `{probe}` (with any known prefix), which family `{family}` needs: check that the \
-                 weights belong to this config"
+                "found no tensor `{}` (with any known prefix), which family `{family}` needs: check that the weights belong \
+                 to this config",
+                self.probe()
             );
             Error::format(&self.path, rule)
         })
+    }
+
+    /// A tensor that the first layer with attention has, without prefix.
+    fn probe(&self) -> String {
+        let first = self.config.spec.layers.first().map_or(0, |layer| layer.number);
+        at(self.config.family.qkv.first(), first) + ".weight"
+    }
+
+    /// What may stand in front of the family's tensor names and does, in the order in which it is tried.
+    fn fitting_prefixes(&self) -> impl Iterator<Item = &'static str> {
+        let probe = self.probe();
+        let fits = move |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
+        self.config.prefixes.iter().copied().filter(fits)
     }
 
     /// A bias that is stored counts even where the config has none. One that is missing is found out by the layer.

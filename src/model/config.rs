@@ -12,7 +12,7 @@ use super::families::{
 use super::hybrid::OTHER_KINDS;
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, nearest, plain, read_capped, refuse, shorten, too_large};
 use super::quantization::{Stored, Tile};
-use super::spec::{AttentionSpec, InputNorm, LayerSpec, NormKind, QkvBias, Rope, Temperature};
+use super::spec::{AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -20,6 +20,9 @@ use std::path::Path;
 
 /// Longest config that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Most residual streams of a config.
+const MAX_STREAMS: usize = 1 << 10;
 
 /// Smallest epsilon of a norm: far above the squares that underflow in f32, far below any in use.
 const LEAST_EPSILON: f64 = 1e-30;
@@ -298,6 +301,10 @@ impl<'a> Keys<'a> {
                 mla,
             })
         });
+        let streams = match family.streams {
+            Some((key, default)) => Some(self.count(key, MAX_STREAMS)?.unwrap_or(default)),
+            None => None,
+        };
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
@@ -310,6 +317,8 @@ impl<'a> Keys<'a> {
                     Some(key) if self.get(key).is_some() => NormKind::RmsNorm,
                     _ => family.norm.kind,
                 },
+                // The gain of the mean is made of the stored ones.
+                gain: if streams.is_some() { GainForm::Plain } else { family.norm.gain },
                 ..family.norm
             },
             bias: QkvBias { q: bias, k: bias, v: bias },
@@ -322,6 +331,7 @@ impl<'a> Keys<'a> {
             },
             max_positions,
             v_norm: family.v_norm,
+            streams,
             multipliers: self.multipliers(family)?,
             fp8_inputs: stored.fp8,
         };

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use serde_json::Value;
 
 /// Names of a layer that has softmax attention.
-const ATTENTION: &[&str] = &["full_attention", "sliding_attention", "attention"];
+const ATTENTION: &[&str] = &["full_attention", "sliding_attention", "attention", "qwen_sparse_attention"];
 /// Names of a layer that has none.
 pub(super) const OTHER_KINDS: &[&str] = &["linear_attention", "mamba", "mamba2", "conv", "mlp", "moe"];
 

@@ -87,6 +87,8 @@ struct SpecRecord {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     v_norm: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    streams: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     multipliers: Option<Multipliers>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
@@ -133,6 +135,7 @@ impl From<AttentionSpec> for SpecRecord {
                 .any(|layer| layer.kv_source.is_some())
                 .then(|| layers.iter().map(|layer| layer.kv_source).collect()),
             v_norm: spec.v_norm,
+            streams: spec.streams,
             multipliers: spec.multipliers,
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
@@ -219,6 +222,7 @@ impl TryFrom<SpecRecord> for AttentionSpec {
             soft_cap: record.soft_cap,
             max_positions: record.max_positions,
             v_norm: record.v_norm,
+            streams: record.streams,
             multipliers: record.multipliers,
             fp8_inputs: record.fp8_inputs,
         })

@@ -58,8 +58,11 @@ impl AttentionSpec {
     pub fn rounding_share(&self, layer: &LayerSpec, stored: [Dtype; 3]) -> RoundingShare {
         let (norm, qk_norm) = (self.norm, self.qk_norm_of(layer));
         let forward = Forward {
-            // Each factor beside the weights rounds once more.
-            norm: norm_roundings(norm.kind, norm.gain) + if self.multipliers.is_some() { 2 } else { 0 },
+            // Each factor beside the weights rounds once more. Of a mean of streams the products with the gates round, the sum, and the
+            // quotient; a gate of at most 1 stays one when it is rounded.
+            norm: norm_roundings(norm.kind, norm.gain)
+                + if self.multipliers.is_some() { 2 } else { 0 }
+                + if self.streams.is_some() { 3 } else { 0 },
             qk_norm: qk_norm.map(|norm| norm_roundings(norm.kind, norm.gain)),
             // A rotation in front of a norm of q and k is bounded by that norm.
             rotated: layer.rope.is_some() && !qk_norm.is_some_and(|norm| norm.behind_rotation),

@@ -36,6 +36,9 @@ pub struct AttentionSpec {
     /// Whether each value head is normalized to the length `sqrt(d_head)`, without a gain (Gemma 3n and 4): then its values are
     /// bounded whatever the weights are.
     pub v_norm: bool,
+    /// Residual streams, each with a norm of its own, whose gated mean attention reads (Qwen4-Exp): `norm` bounds that mean, and
+    /// [`LayerWeights`](super::LayerWeights) has its gain.
+    pub streams: Option<usize>,
     /// Factors beside the weights (Falcon-H1). [`LayerWeights`](super::LayerWeights) has them in its gain and in k already.
     pub multipliers: Option<Multipliers>,
     /// Whether the projections may read their input rounded to E4M3, as FP8 matrix products do (checkpoints whose weights are
@@ -225,6 +228,9 @@ impl AttentionSpec {
             let rule = "shared keys and values have no bound without both `qk_norm` and `v_norm`";
             return broken(format_args!("layer {}: {rule}", layer.number));
         }
+        if self.streams == Some(0) || (self.streams.is_some() && self.norm != GATED_MEAN) {
+            return broken(format_args!("`streams` must be at least 1, of RMSNorms with a gain and without a shift"));
+        }
         if self.has_mla() && (self.qk_norm.is_some() || self.norm.kind != NormKind::RmsNorm || self.norm.shift) {
             return broken(format_args!("`mla` needs an RMSNorm before it and no `qk_norm`"));
         }
@@ -285,6 +291,9 @@ impl AttentionSpec {
         self.layers.iter().enumerate().all(|(at, layer)| layer.number == at && heads(layer) == heads(&self.layers[0]))
     }
 }
+
+/// What bounds the gated mean of several streams.
+pub(super) const GATED_MEAN: InputNorm = InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false };
 
 /// Normalisation in front of the projections: `y = gain * x_hat + shift`, `||x_hat|| <= sqrt(d_model)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -132,6 +132,7 @@ pub fn export(
     let reads = options.engine.reads(spec, config.model_type(), method);
     options.check(spec, method, reads)?;
     let files = WeightFiles::open(&from)?;
+    check_read(checkpoint, &from, method, &files)?;
 
     let mut layers = Vec::with_capacity(spec.layers.len());
     for layer in 0..spec.layers.len() {
@@ -199,6 +200,19 @@ pub fn export(
         left_out,
         certificate,
     })
+}
+
+/// Refuses a folder whose weights engines would load otherwise than they were read here.
+pub(super) fn check_read(checkpoint: &Checkpoint, folder: &Path, method: Method, files: &WeightFiles) -> Result<()> {
+    checkpoint.check_loaded(files)?;
+    if method == Method::Plain && checkpoint.spec().fp8_inputs {
+        return Err(Error::format(
+            &folder.join("config.json"),
+            "projections are stored in FP8 (E4M3), but there is no `quantization_config`, without which engines load them \
+             without their scales: restore it",
+        ));
+    }
+    Ok(())
 }
 
 /// Name and bytes of each tensor.

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerStream};
 use crate::scale::Descale;
 use safetensors::Dtype;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete, the same bits as a
@@ -28,6 +29,8 @@ use std::path::Path;
 /// ```
 pub struct ScaleStream {
     stream: LayerStream,
+    /// Layers that are complete on a device and whose descales were not given yet.
+    due: BTreeSet<usize>,
 }
 
 impl ScaleStream {
@@ -36,7 +39,7 @@ impl ScaleStream {
     /// # Errors
     /// As [`LayerStream::new`].
     pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
-        Ok(Self { stream: LayerStream::new(config, file, names)? })
+        Ok(Self { stream: LayerStream::new(config, file, names)?, due: BTreeSet::new() })
     }
 
     /// The stream of one tensor-parallel rank: see [`LayerStream::of_rank`].
@@ -44,7 +47,7 @@ impl ScaleStream {
     /// # Errors
     /// As there.
     pub fn of_rank(self, ranks: usize) -> Result<Self> {
-        Ok(Self { stream: self.stream.of_rank(ranks)? })
+        Ok(Self { stream: self.stream.of_rank(ranks)?, ..self })
     }
 
     /// What the attention is.
@@ -75,19 +78,23 @@ impl ScaleStream {
         Ok(done)
     }
 
-    /// Takes the name, type and shape of a tensor whose values stay elsewhere, on a device, and gives the layers that are complete,
-    /// by their place among those with attention: their descales are due in [`ScaleStream::computed`].
+    /// Takes the name, type and shape of a tensor whose values stay elsewhere, on a device, and gives the layers that it completes,
+    /// by their place among those with attention: their descales are due in [`ScaleStream::computed`], in any order, before the pass
+    /// ends.
     ///
     /// # Errors
     /// As [`LayerStream::note`].
     pub fn note(&mut self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<Vec<usize>> {
-        self.stream.note(name, dtype, shape)
+        let done = self.stream.note(name, dtype, shape)?;
+        done.iter().for_each(|layer| self.stream.release(*layer));
+        self.due.extend(&done);
+        Ok(done)
     }
 
     /// The scales of a complete layer whose descales were computed where its tensors are.
     ///
     /// # Errors
-    /// `is_argument` if the layer is not complete; otherwise as [`LayerScales::from_descales`].
+    /// `is_argument` if the layer is not complete, or has its scales; otherwise as [`LayerScales::from_descales`].
     pub fn computed(
         &mut self,
         layer: usize,
@@ -95,11 +102,13 @@ impl ScaleStream {
         k: Vec<Descale>,
         v: Option<Vec<Descale>>,
     ) -> Result<LayerScales> {
-        if !self.stream.is_due(layer) {
-            return Err(Error::argument(format_args!("layer {layer} has no scales yet: its tensors are incomplete")));
+        if !self.due.contains(&layer) {
+            return Err(Error::argument(format_args!(
+                "layer {layer} is not complete, or has its scales: pass descales once per layer that `note` returned"
+            )));
         }
         let scales = LayerScales::from_descales(self.stream.spec(), layer, q, k, v)?;
-        self.stream.release(layer);
+        self.due.remove(&layer);
         Ok(scales)
     }
 
@@ -107,7 +116,8 @@ impl ScaleStream {
     /// are left out.
     ///
     /// # Errors
-    /// `is_mismatch` if a layer is not complete, with the tensors that it waits for, or if no layer is.
+    /// `is_mismatch` if a layer is not complete, with the tensors that it waits for, or if no layer is; `is_argument` if a layer that
+    /// is complete on a device has no scales.
     pub fn finish(&mut self, part: bool) -> Result<()> {
         let missing = self.stream.missing(part);
         if !missing.is_empty() {
@@ -121,8 +131,19 @@ impl ScaleStream {
         if !self.stream.started() {
             return Err(Error::mismatch("no tensor of an attention layer was passed"));
         }
-        self.stream.reset();
+        if let Some(layer) = self.due.first() {
+            return Err(Error::argument(format_args!(
+                "layer {layer} is complete but has no scales: pass its descales"
+            )));
+        }
+        self.restart();
         Ok(())
+    }
+
+    /// Drops what a pass has taken so far, and begins the next.
+    pub fn restart(&mut self) {
+        self.due.clear();
+        self.stream.reset();
     }
 
     /// Bytes of tensors that are held.

@@ -1,7 +1,7 @@
 //! Which scales each engine would use, beside those that the weights need.
 
 use super::engine::{Engine, Method, Operand, Reads};
-use super::export::CERTIFICATE_FILE;
+use super::export::{CERTIFICATE_FILE, check_read};
 use super::folder::folder_of;
 use super::names::ScaleNames;
 use super::scales::LayerScales;
@@ -119,7 +119,7 @@ pub struct Audit {
 pub fn verify(checkpoint: &Checkpoint, engines: &[Engine], each: &mut dyn FnMut() -> Result<()>) -> Result<Vec<Audit>> {
     let spec = checkpoint.spec();
     let folder = folder_of(checkpoint.path())?;
-    let found = Found::read(&folder, spec)?;
+    let found = Found::read(&folder, checkpoint)?;
     let mut layers = Vec::with_capacity(spec.layers.len());
     for layer in 0..spec.layers.len() {
         layers.push(LayerScales::new(spec, checkpoint.layer(layer)?)?);
@@ -144,6 +144,13 @@ struct Stored {
     place: String,
 }
 
+impl Stored {
+    /// The smallest value; of none that is a number, less than any.
+    fn smallest(&self) -> f32 {
+        self.values.iter().map(|x| if x.is_nan() { f32::NEG_INFINITY } else { *x }).fold(f32::INFINITY, f32::min)
+    }
+}
+
 /// What a folder holds.
 struct Found {
     config: Settings,
@@ -162,14 +169,19 @@ struct Found {
 }
 
 impl Found {
-    fn read(folder: &Path, spec: &AttentionSpec) -> Result<Self> {
+    fn read(folder: &Path, checkpoint: &Checkpoint) -> Result<Self> {
         let config = Settings::read(&folder.join("config.json"))?;
-        let names = ScaleNames::new(spec)?;
+        let names = ScaleNames::new(checkpoint.spec())?;
         let files = WeightFiles::open(folder)?;
-        let scales = |files: &WeightFiles| -> BTreeMap<String, Stored> {
-            let own = files.tensors().filter(|tensor| names.meant(tensor.name).is_some());
-            own.map(|tensor| (tensor.name.to_owned(), Stored { values: values(&tensor), place: place(&tensor) }))
-                .collect()
+        let scales = |files: &WeightFiles| {
+            let mut found = BTreeMap::<String, Stored>::new();
+            for tensor in files.tensors().filter(|tensor| names.meant(tensor.name).is_some()) {
+                let new = Stored { values: values(&tensor), place: place(&tensor) };
+                // In two files: which of them counts depends on the order in which they are loaded.
+                let kept = found.remove(tensor.name).filter(|kept| kept.smallest() <= new.smallest());
+                found.insert(tensor.name.to_owned(), kept.unwrap_or(new));
+            }
+            found
         };
         let listed = scales(&files);
         // A file that nobody reads may be broken.
@@ -178,6 +190,7 @@ impl Found {
             files.files().chain(files.unlisted.iter().map(String::as_str)).any(|name| name.starts_with("consolidated"));
         let aside = Settings::read_if_present(&folder.join(HF_QUANT))?;
         let method = config.method(aside.as_ref());
+        check_read(checkpoint, folder, method, &files)?;
         let factor_files = factor_files(folder)?;
         Ok(Self { config, method, names, listed, unlisted, consolidated, aside, factor_files })
     }
@@ -213,12 +226,16 @@ impl Found {
                 };
                 let strategy = scheme.get("strategy").and_then(Value::as_str).unwrap_or_default();
                 let flag = |key: &str| scheme.get(key).and_then(Value::as_bool);
+                let groups = self.config.quantization().and_then(|map| map.get("config_groups"));
+                let has_groups = groups.is_some_and(Value::is_object);
                 if scheme.get("type") != Some(&json!("float")) || scheme.get("num_bits") != Some(&json!(8)) {
                     text("`kv_cache_scheme` is not 8-bit float")
                 } else if !flag("symmetric").unwrap_or(engine == Engine::Sglang) {
                     text("`kv_cache_scheme` has no `symmetric: true`")
                 } else if engine == Engine::Sglang && flag("dynamic") == Some(true) {
                     text("`kv_cache_scheme` is dynamic")
+                } else if self.per_head(engine) && !has_groups {
+                    text("`quantization_config` has no `config_groups`, without which vLLM reads no per-head scales")
                 } else if strategy != "tensor" && !(engine == Engine::Vllm && strategy == "attn_head") {
                     Some(format!("{engine} does not read `kv_cache_scheme` with this `strategy`"))
                 } else {
@@ -267,9 +284,7 @@ impl Found {
         let names = engine.names(&spec.family, &layer.module, operand, self.method);
         let found = names.iter().filter_map(|name| self.listed.get(name));
         // Of several names the one that is read last counts, which depends on the files: the smallest is judged.
-        let least = |x: &f32| if x.is_nan() { f32::NEG_INFINITY } else { *x };
-        let smallest = |stored: &&Stored| stored.values.iter().map(least).fold(f32::INFINITY, f32::min);
-        found.min_by(|a, b| smallest(a).total_cmp(&smallest(b))).cloned()
+        found.min_by(|a, b| a.smallest().total_cmp(&b.smallest())).cloned()
     }
 
     /// A scale of this operand that the engine does not read, and why.

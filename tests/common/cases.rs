@@ -68,6 +68,9 @@ pub fn grouped(name: &'static str, kind: &'static str, extra: Value) -> Case {
     }
 }
 
+/// Residual streams, of the family that has them.
+const STREAMS: usize = 3;
+
 /// A model of which only layers 1 and 3 have attention.
 fn hybrid(case: Case) -> Case {
     Case { attention: vec![1, 3], ..case }
@@ -285,6 +288,23 @@ pub fn cases() -> Vec<Case> {
             &json!({"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
         )),
+        hybrid(wrapped(
+            "qwen4_exp",
+            "qwen4_exp_text",
+            "qwen3_next",
+            "model.language_model.",
+            &json!({"hc_count": STREAMS,
+                "layer_types": ["linear_attention", "qwen_sparse_attention", "linear_attention", "full_attention"],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+        )),
+        grouped(
+            "mellum",
+            "qwen3",
+            json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
+        ),
+        wrapped("aria", "aria_text", "llama", "language_model.model.", &json!({})),
         hybrid(grouped("lfm2", "lfm2", json!({"full_attn_idxs": [1, 3]}))),
         hybrid(grouped(
             "lfm2_moe",
@@ -488,6 +508,13 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                     "nemotron_h" => norm(&mut t, format!("{p}layers.{i}.norm"), d, false, 1.0),
                     "apertus" => norm(&mut t, format!("{p}layers.{i}.attention_layernorm"), d, false, 1.0),
                     "olmo" | "nanochat" => {}
+                    _ if case.name == "qwen4_exp" => {
+                        // Equal gains in all streams.
+                        let name = format!("{p}layers.{i}.attn_hyper_connection.hc_norm.weight");
+                        t.add(name.clone(), &[d], around, 0.3);
+                        let (shape, gains) = t.tensors.0.get_mut(&name).unwrap();
+                        (*shape, *gains) = (vec![STREAMS * d], gains.repeat(STREAMS));
+                    }
                     _ => norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around),
                 }
                 let attn = format!("{p}layers.{i}.{}", if kind == "nemotron_h" { "mixer" } else { "self_attn" });

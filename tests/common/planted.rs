@@ -50,6 +50,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
         soft_cap: None,
         max_positions: None,
         v_norm: false,
+        streams: None,
         multipliers: None,
         fp8_inputs: false,
     }

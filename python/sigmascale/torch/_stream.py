@@ -1,7 +1,8 @@
 """Scales of weights that arrive on a device, computed there: what :class:`sigmascale.ScaleStream` does with CUDA tensors.
 
 A tensor is copied when it comes, so that the sync may use its memory again. A layer that is complete takes one launch of the scale
-engine and one copy of its descales to the host. Copies and engines are kept: layers of one kind share them, one after the other.
+engine, whose results stay on the device until they are read: one wait for all layers whose scales are due. Copies and engines are
+kept: layers of one kind share them, one after the other, in the order of the device's stream.
 """
 
 import contextlib
@@ -18,6 +19,10 @@ from .._offline import _SAFETENSORS
 from .._parameters import Tail
 from . import _host, _layers, _results
 
+_KINDS = {dtype: _SAFETENSORS[name] for dtype, name in _layers._DTYPES.items()}
+# Bits of a status that say that weights or bounds are not finite.
+_NON_FINITE = 3
+
 
 class DeviceStream:
     """The layers of one model on one device. ``native`` keeps count of the tensors."""
@@ -29,13 +34,23 @@ class DeviceStream:
         places = json.loads(native.places())
         self._spec, self._names, self._prefixes = layout["spec"], layout["layers"], places["prefixes"]
         # The layers that read a tensor: each with its place among those of the layer, and the name by which it is looked up.
-        self._readers = {}
+        self._readers, ends = {}, [0]
         for index, layer in enumerate(places["layers"]):
             for place, names in enumerate(layer["needs"]):
                 for name in names:
                     self._readers.setdefault(name, []).append((index, place, names[0]))
+            # Descales of q, k, v and o for each KV head, and the status.
+            ends.append(ends[-1] + 4 * layer["n_kv"] + 1)
         self._kinds = [self._kind(index) for index in range(len(self._names))]
         self._open, self._free = {}, {}
+        self._rows = [slice(*row) for row in zip(ends, ends[1:])]
+        with torch.inference_mode(False):
+            self._results = torch.zeros(ends[-1], device=device)
+            self._targets = [self._results[row].split([row.stop - row.start - 1, 1]) for row in self._rows]
+        # Layers that were launched and not read: place, engine, and the list that awaits the layer.
+        self._unread = []
+        # The stream of the last work, for which that of another one waits.
+        self._last = None
 
     @property
     def held_bytes(self):
@@ -44,25 +59,66 @@ class DeviceStream:
 
     def begin(self):
         """Drops what is left of a pass that was not finished."""
+        self._unread.clear()
         for index in list(self._open):
             self._release(index)
 
     def push(self, name, tensor):
-        """Takes a tensor that attention reads; gives the layers that it completes."""
-        if tensor.dtype not in _layers._DTYPES:
+        """Takes a tensor that attention reads, without waiting for the device. Gives the number of layers that it completes, and
+        the list into which :meth:`read` puts them."""
+        kind, done = _KINDS.get(tensor.dtype), []
+        if kind is None:
             raise ArgumentError(
                 f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read on a device; pass host=True for others"
             )
-        kind = _SAFETENSORS[_layers._DTYPES[tensor.dtype]]
         due = self._native.note(name, kind, list(tensor.shape))
-        prefix = next((x for x in self._prefixes if name.startswith(x) and name[len(x) :] in self._readers), "")
-        with torch.inference_mode(False), torch.no_grad():
-            for index, place, own in self._readers.get(name[len(prefix) :], ()):
-                if index not in self._open:
-                    free = self._free.setdefault(self._kinds[index], [])
-                    self._open[index] = free.pop() if free else _Slot(self.device)
-                self._open[index].take(place, own, tensor.detach())
-            return [self._compute(index) for index in due]
+        if name not in self._readers:
+            prefix = next((x for x in self._prefixes if name.startswith(x) and name[len(x) :] in self._readers), "")
+            self._readers[name] = self._readers.get(name[len(prefix) :], [])
+        self._order()
+        for index, place, own in self._readers[name]:
+            if index not in self._open:
+                free = self._free.setdefault(self._kinds[index], [])
+                self._open[index] = free.pop() if free else _Slot(self.device)
+            self._open[index].take(place, own, tensor.detach())
+        for index in due:
+            self._unread.append((index, self._compute(index), done))
+        return len(due), done
+
+    def read(self, layers):
+        """Puts the layers that were completed since the last time into ``layers``, by number: one wait for the device, if there
+        are any. A layer that is refused is refused again whenever it is read."""
+        if not self._unread:
+            return
+        self._order()
+        values, rows, refused = self._results.cpu(), [], None
+        numbers, words = values.tolist(), values.view(torch.int32).tolist()
+        for index, engine, _ in self._unread:
+            row = self._rows[index]
+            *descales, _ = numbers[row]
+            if words[row.stop - 1] & _NON_FINITE or not all(map(math.isfinite, descales)):
+                refused = self._names[index]["number"]
+                break
+            rows.append((index, *engine.by_operand(descales)))
+        found = json.loads(self._native.computed(rows))
+        for (_, _, done), layer in zip(self._unread, found):
+            done.append(layer)
+            layers[layer["layer"]] = layer
+        del self._unread[: len(found)]
+        if refused is not None:
+            raise NonFiniteError(f"layer {refused}: weights or bounds are not finite")
+
+    def _order(self):
+        """Has the current stream wait for the one before, if that was another: copies and results are used again in order."""
+        if self.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+            slots = [*self._open.values(), *(slot for free in self._free.values() for slot in free)]
+            for tensor in [self._results, *(tensor for slot in slots for tensor in slot.tensors.values())]:
+                tensor.record_stream(current)
+        self._last = current
 
     def _kind(self, index):
         """What layers must share to be computed by one engine: all that is no tensor and no name."""
@@ -79,22 +135,21 @@ class DeviceStream:
         self._free.setdefault(self._kinds[index], []).append(slot)
 
     def _compute(self, index):
+        """Puts the scales of a complete layer on the stream, and gives the engine that computes them."""
         slot = self._open[index]
         try:
             if slot.engine is None:
                 # Layers of one kind differ in nothing else, so those that come later find it.
                 layer = _layers._layer(self._spec, self._names[index], index, "", slot.parameters(), {}, _As)
                 _layers.check([layer])
-                with self._on_device():
+                on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+                with on_device, torch.inference_mode(False):
                     slot.engine = _Engine(layer, self.device)
-            with self._on_device():
-                q, k, v = slot.engine.run(self._names[index]["number"])
+            slot.engine.launch(0 if self._last is None else self._last.cuda_stream, *self._targets[index])
+            return slot.engine
         finally:
+            # Those of the next layer are copied behind the launch.
             self._release(index)
-        return json.loads(self._native.computed(index, q, k, v))
-
-    def _on_device(self):
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
 class _As:
@@ -123,7 +178,8 @@ class _Slot:
         kept = self.tensors.get(place)
         if kept is None or kept.shape != tensor.shape or kept.dtype != dtype:
             self.engine = None
-            self.tensors[place] = kept = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+            with torch.inference_mode(False):
+                self.tensors[place] = kept = torch.empty(tensor.shape, dtype=dtype, device=self._device)
         kept.copy_(tensor)
         self.here[name] = place
 
@@ -152,15 +208,18 @@ class _Engine:
             if isinstance(place, torch.Tensor)
             else torch.as_tensor(_results.Memory(self._native, *place, kind), device=device)
         )
-        self._heads, self._status = of(results["heads"], "<f4"), of(results["status"], "<i4")
+        # Words in one type, so that copies keep their bits.
+        self._heads, self._status = of(results["heads"], "<f4"), of(results["status"], "<i4").view(torch.float32)
 
-    def run(self, number):
-        """Rows of q, k and v, one descale a KV head; v is None without a bound. Waits for the device."""
-        self._native.launch(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0)
-        # One copy to the host for both.
-        values = torch.cat([self._heads, self._status.view(torch.float32)]).cpu()
-        rows = values[:-1].view(self._parts, 4, -1).transpose(0, 1).reshape(4, self._n_kv_heads).tolist()
-        if int(values[-1:].view(torch.int32)) & 3 or not all(math.isfinite(value) for row in rows for value in row):
-            raise NonFiniteError(f"layer {number}: weights or bounds are not finite")
-        q, k, v, _ = rows
+    def launch(self, stream, heads, status):
+        """Puts the layer's scales on a stream, and copies of its results."""
+        self._native.launch(stream)
+        heads.copy_(self._heads)
+        status.copy_(self._status)
+
+    def by_operand(self, values):
+        """Rows of q, k and v, one descale a KV head, of a launch's values; v is None without a bound."""
+        size = self._n_kv_heads // self._parts
+        starts = range(0, len(values), 4 * size)
+        q, k, v = ([x for at in starts for x in values[at + i * size : at + (i + 1) * size]] for i in range(3))
         return q, k, v if self._has_v else None

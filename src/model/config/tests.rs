@@ -857,10 +857,16 @@ fn kinds_of_layers_are_those_of_the_family() {
     assert!(error.is_unsupported() && error.to_string().contains("\"conv\""), "{error}");
     let sparse = r#","layer_types":["full_attention","minimax_m3_sparse"]"#;
     assert_eq!(numbers(kinds("minimax_m3_vl_text", sparse).unwrap()), [0, 1]);
-    for (model_type, why) in [("qwen4_exp_text", "residual streams"), ("gemma4_assistant", "drafts for")] {
-        let error = kinds(model_type, "").unwrap_err();
-        assert!(error.is_unsupported() && error.to_string().contains(why), "{error}");
+    let error = kinds("gemma4_assistant", "").unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("drafts for"), "{error}");
+    for kind in ["full_attention", "qwen_sparse_attention"] {
+        let sparse = format!(r#","hc_count":2,"layer_types":["linear_attention","{kind}"]"#);
+        let spec = kinds("qwen4_exp_text", &sparse).unwrap();
+        assert_eq!((spec.streams, spec.norm.gain), (Some(2), GainForm::Plain));
+        assert_eq!(numbers(spec), [1]);
     }
+    let error = kinds("qwen4_exp_text", r#","hc_count":0,"full_attention_interval":1"#).unwrap_err();
+    assert!(error.is_format() && error.to_string().contains("hc_count"), "{error}");
     let packed = r#","quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}"#;
     assert!(kinds("bitnet", packed).unwrap_err().to_string().contains("bitnet"));
 }

@@ -18,6 +18,15 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: Sizes { kv_heads: kv(Some(4)), ..QWEN3_NEXT.sizes },
         ..QWEN3_NEXT
     },
+    // Its indexer leaves out keys, which changes no bound.
+    Family {
+        name: "qwen4_exp",
+        model_types: &["qwen4_exp_text"],
+        norm_tensor: NormTensor::Own("layers.{i}.attn_hyper_connection.hc_norm"),
+        streams: Some(("hc_count", 4)),
+        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 1.0)),
+        ..QWEN3_NEXT
+    },
     Family {
         name: "lfm2",
         model_types: &["lfm2", "lfm2_moe"],

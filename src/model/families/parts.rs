@@ -146,10 +146,15 @@ pub(super) const UPPER: WindowLayers = WindowLayers::From("max_window_layers", 2
 
 /// Every n-th layer is a full one, with a base of its own.
 pub(super) const fn gemma_rope(pattern: usize) -> RopeRule {
+    rope_by_type(1e6, pattern)
+}
+
+/// The same with this base in full layers.
+pub(super) const fn rope_by_type(theta: f64, pattern: usize) -> RopeRule {
     RopeRule::Rotary {
         layout: RopeLayout::HalfSplit,
         theta_keys: &[],
-        theta: Some(1e6),
+        theta: Some(theta),
         share: RotaryShare::Whole,
         layers: RopeLayers::ByType {
             pattern: Pattern {
@@ -202,6 +207,7 @@ pub(super) const LLAMA: Family = Family {
     norm: RMS,
     rms_key: None,
     norm_tensor: OWN_NORM,
+    streams: None,
     bias: Flag::Key("attention_bias", false),
     rope: HALF,
     rope_default: None,

@@ -21,8 +21,6 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("deberta-v2", RELATIVE),
     ("mpnet", RELATIVE),
     ("xlnet", RELATIVE),
-    ("qwen4_exp", GATED_STREAMS),
-    ("qwen4_exp_text", GATED_STREAMS),
     ("gemma4_assistant", OTHER_MODEL),
     ("gemma4_unified_assistant", OTHER_MODEL),
     ("mimo_v2", NARROW_VALUES),
@@ -38,7 +36,6 @@ const SHARED_LATENT: &str = "some of its layers read the cached latents of earli
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
 const NARROW_VALUES: &str = "its values and keys differ in width; only one width per head is supported";
 const TURNED_LAYERS: &str = "its layers differ in RoPE base and rotated share; only one of each per model is supported";
-const GATED_STREAMS: &str = "its attention reads a gated mix of several residual streams, which is not supported";
 const OTHER_MODEL: &str = "it reads the keys and values of the model that it drafts for";
 const RELATIVE: &str = "relative position terms are added to the logits";
 

@@ -52,6 +52,17 @@ pub(super) static FAMILIES: &[Family] = &[
         window: switched(WindowLayers::All),
         ..LLAMA
     },
+    // Full and sliding layers have rotations of their own; a config without a list has full ones only.
+    Family {
+        name: "mellum",
+        model_types: &["mellum"],
+        sizes: llama_sizes(kv(Some(4)), HeadDim::Key(Some(128))),
+        rope: rope_by_type(500_000.0, 1),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        window: Some(WindowRule { absent: Some(1024), switch: None, layers: WindowLayers::Types }),
+        ..LLAMA
+    },
+    Family { name: "aria_text", model_types: &["aria_text"], ..LLAMA },
     Family {
         name: "gemma",
         model_types: &["gemma"],

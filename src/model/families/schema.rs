@@ -18,6 +18,8 @@ pub(crate) struct Family {
     pub rms_key: Option<&'static str>,
     /// Its tensors.
     pub norm_tensor: NormTensor,
+    /// Residual streams, each with a norm of its own in one tensor, whose gated mean attention reads: a key and its value when absent.
+    pub streams: Option<(&'static str, usize)>,
     /// Biases of the q, k and v projections (all three or none).
     pub bias: Flag,
     /// Rotary position embedding.
