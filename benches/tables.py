@@ -321,7 +321,7 @@ def summary():
         call = f"{q} query and {kv} KV heads of {d}, {ours['batch']} x {keys} tokens"
         name = f"training step of attention, {call}, causal"
         table.append([f"{name}, ms", spread(ours), "–", "–", spread(other)])
-        table.append(["memory of it, MiB", ours["mib"], "–", "–", other["mib"]])
+        table.append(["its peak memory, MiB", ours["mib"], "–", "–", other["mib"]])
     header = ["one H200", "Sigmascale `f16`", "FlashAttention-3 FP8", "cuDNN FP8", "cuDNN BF16"]
     return markdown(header, table)
 
