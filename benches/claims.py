@@ -5,6 +5,7 @@
 alone.
 """
 
+import json
 import math
 import statistics
 
@@ -158,6 +159,75 @@ def streams():
     yield page, f"{span([float(row['gigabytes_per_wall_s']) for row in rows])} GB per second of wall time"
 
 
+def families():
+    rows = record("2026-11-23-family-ascent.csv")
+    names = {"q": "q", "k": "k", "v": "v", "logit": "logit, of the exact bound", "bf16": "q, k and v in BF16"}
+    for column, name in names.items():
+        values = sorted(float(row[column]) for row in rows if row[column])
+        yield "docs/models.md", f"| {name} | {values[0]:.2f} | {statistics.median(values):.2f} | {values[-1]:.2f} |"
+    yield "docs/models.md", f"({len(rows)} types;"
+
+
+def constants():
+    for name, title in tables.MODELS.items():
+        found = json.loads((tables.ROOT / "calibration" / "profiles" / f"{name}.json").read_text())["c_star"]
+        yield "docs/bounds.md", f"| {name} | {found['gamma']:.4f} |"
+        yield "docs/bounds.md", f"| {found['c_star']:.6f} |"
+        yield "docs/ablations.md", f"| {found['gamma']:.3f} |"
+        yield "docs/ablations.md", f"| {found['c_star']:.4f} |"
+
+
+def launches():
+    rows = record("2026-11-24-scale-moving-h200.csv")
+    us = lambda form: f"{float(find(rows, form=form)['us']):.1f}"
+    for form in ("one launch a model", "an engine a layer", "addresses by value"):
+        yield "docs/scale-engine.md", f"| {us('descales: ' + form)} | {us('plan: ' + form)} |"
+    alone = float(us("descales: addresses by value")) - float(us("descales: one launch a model"))
+    yield "docs/scale-out.md", f"That takes {alone:.1f} us longer than in one launch"
+    layer = find(record("2026-11-23-scale-moving-h200.csv"), what="latent", shape="deepseek-v3")
+    yield "docs/latent-attention.md", f"One layer of DeepSeek-V3 takes {layer['us']} us there"
+    rows = record("2026-11-23-attention-backward-wide-h200.csv")
+    for shape in (("16", "8", "256"), ("16", "16", "192")):
+        step = {"kernel": "fp8", "pass": "fwd_bwd", **dict(zip(SHAPE, shape))}
+        speed = lambda keys, causal: f"{float(find(rows, seqlen=keys, causal=causal, **step)['tflops']):.0f}"
+        cells = [f"{speed(keys, 0)}, {speed(keys, 1)}" for keys in (2048, 8192)]
+        yield "docs/attention-backward.md", f"| {shape[0]} query, {shape[1]} KV, of {shape[2]} | {cells[0]} | {cells[1]} |"
+    rows = record("2026-11-23-attention-backward-options-h200.csv")
+    steps = [row for row in rows if row["pass"] == "fwd_bwd"]
+    gains = lambda d, kernels: [
+        float(row["plain"]) / float(row["dq_fp8"]) for row in steps if row["head_dim"] == d and row["kernel"] in kernels
+    ]
+    wide, narrow = (span(gains(d, ("fp8", "e2e"))) for d in ("128", "64"))
+    yield "docs/attention-backward.md", (
+        f"With heads of 128, forward and backward are {wide} times as fast with it "
+        f"({statistics.mean(gains('128', ('e2e',))):.2f} from BF16, casts included), with heads of 64 {narrow} times"
+    )
+
+
+def failures():
+    page = "docs/low-precision-failure.md"
+    rows = record("2026-11-23-low-precision.csv")
+    starts = span([float(row["loss_start"]) for row in rows], ".4f")
+    yield page, f"Losses are means of 50 steps, {starts} at the start"
+    power = [float(row["w_q_end_2"]) for row in rows if row["remedy"] == "stabilised-power"]
+    yield page, f"the norm of W_Q reaches {span(power, '.0f')} in all three runs"
+    rows = record("2026-11-24-delta-bias-h200.csv")
+    runs = lambda sign: [row for row in rows if (row["d"], row["kernel"], row["sign_of_v"]) == ("64", "fp8 stabilise", sign)]
+    one, both = (statistics.mean(float(row["dq_error"]) for row in runs(sign)) for sign in ("one", "both"))
+    yield page, f"`stabilise=True` by {one:.2f} % and {both:.2f} %"
+
+
 def claims():
-    for part in (readme, performance, bias, backward, accumulators, streams):
+    for part in (
+        readme,
+        performance,
+        bias,
+        backward,
+        accumulators,
+        streams,
+        families,
+        constants,
+        launches,
+        failures,
+    ):
         yield from part()
