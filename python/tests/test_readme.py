@@ -123,6 +123,14 @@ def test_sample_of_verify_is_what_it_prints(folder):
     assert set(sample.splitlines()) <= set(printed.splitlines())
 
 
+@pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
+def test_sample_of_stress_is_what_it_prints(folder):
+    run = [BINARY, *"stress weight-spike --model data/tiny-llama --tokens data/sample.py --mode operands".split()]
+    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    (sample,) = (block for block in blocks("text") if block.startswith("weight-spike"))
+    assert sample.splitlines() == printed.splitlines()[: len(sample.splitlines())]
+
+
 def test_pictures_are_those_of_their_records(tmp_path):
     drawn = {path: path.read_bytes() for path in (ROOT / "docs" / "figures").glob("*.svg")}
     for script in (ROOT / "docs" / "figures").glob("*.py"):
