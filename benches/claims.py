@@ -52,6 +52,10 @@ def performance():
     rows = record("2026-11-24-scale-pass-h200.csv")
     ratios = [float(find(rows, model=model, method="operand_descales")["ratio"]) for model in tables.MODELS]
     yield page, f"**Scales from weights** take {span(ratios)} times as long as one read of W_Q, W_K and W_V"
+    ((_, _, steps),) = (part for part in tables.compared() if part[0] == "forward and backward from BF16")
+    speeds = [tables.speed(pair) for pair in steps["sigmascale"]]
+    faster = [speed for speed in speeds if speed >= 1]
+    yield page, f"{span(faster)} times as fast as cuDNN's BF16 graphs in {len(faster)} of {len(speeds)} calls"
     rows = record("2026-11-21-policy-step-h200.csv")
     percent = lambda column: [float(row[column]) for row in rows]
     eight = span(percent("overhead_8x1024_percent"), ".2g")
@@ -86,6 +90,7 @@ def performance():
     speeds = lambda kinds, peer: [float(row[peer]) / us for row, us in both if row["row"].startswith(kinds)]
     few, chunk = ("decode", "draft"), "chunk"
     same = span(speeds(few, "fa3_paged_us"))
+    yield page, f"decoding is {same} times as fast as FlashAttention-3"
     yield page, f"decoding and drafts of 4 queries are {same} times as fast as FlashAttention-3"
     yield page, f"a chunk of 512 queries on 8k keys {span(speeds(chunk, 'fa3_paged_us'))} times"
     yield page, f"in decoding and drafts ({span(speeds(few, 'fa3_us'))} times as fast here)"
