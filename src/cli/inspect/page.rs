@@ -84,9 +84,7 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
         page.figures(&[
             Figure {
                 title: "Sigma by layer".to_owned(),
-                caption:
-                    "Filled: each head, with the norm's gain. Bar: their mean. Hollow: raw weights."
-                        .to_owned(),
+                caption: "Filled: each head, with the norm's gain. Bar: their mean. Hollow: raw weights.".to_owned(),
                 content: strip(layers, |head| head.sigma, |head| head.sigma_raw),
             },
             Figure {
@@ -103,7 +101,8 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
         if inspection.model.rope.is_some() {
             more.push(Figure {
                 title: "RoPE ratio".to_owned(),
-                caption: "Bound on the norm under rotation, divided by sigma: by how much RoPE can raise it.".to_owned(),
+                caption: "Bound on the norm under rotation, divided by sigma: by how much RoPE can raise it."
+                    .to_owned(),
                 content: heat_map(layers, |head| head.rope_ratio),
             });
         }
