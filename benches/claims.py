@@ -164,6 +164,20 @@ def streams():
     yield page, f"{span([float(row['gigabytes_per_wall_s']) for row in rows])} GB per second of wall time"
 
 
+def alarms():
+    rows = [row for row in record("2026-11-23-diagnose.csv") if row["part"] == "heldout"]
+    for rate in ("0.001", "0.002"):
+        runs = [row for row in rows if row["run"].startswith(f"lab-lr{rate}-none-")]
+        leads = [int(row["lead"]) for row in runs]
+        firsts = {int(row["loss_shows"]) - int(row["lead"]) for row in runs}
+        (first,), (raised,) = firsts, {row["raised"] for row in runs}
+        lead = f"{min(leads)}{' to ' if len(runs) > 2 else ', '}{max(leads)}"
+        yield "docs/diagnose.md", f"head 2, {len(runs)} of {len(runs)} | `logit-limit` at step {first} | at step {raised} |"
+        yield "docs/diagnose.md", f"| {lead} |"
+    calm = [row for row in rows if row["verdict"] == "calm"]
+    yield "docs/diagnose.md", f"{len(calm)} held-out runs that do not fail raised none"
+
+
 def families():
     rows = record("2026-11-23-family-ascent.csv")
     names = {"q": "q", "k": "k", "v": "v", "logit": "logit, of the exact bound", "bf16": "q, k and v in BF16"}
@@ -230,6 +244,7 @@ def claims():
         backward,
         accumulators,
         streams,
+        alarms,
         families,
         constants,
         launches,
