@@ -3,7 +3,8 @@
 
     tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md
                          and docs/**/*.md
-    tables.py --check    changes nothing; exits with 1 and names the tables that do not agree with their records
+    tables.py --check    changes nothing; exits with 1 and names the tables, and the sentences of claims.py, that do not
+                         agree with their records
 
 Pictures are drawn by the scripts in docs/figures.
 """
@@ -21,6 +22,8 @@ RECORDS = ROOT / "benches" / "records"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 MODELS = {"gpt2-xl": "GPT-2 XL", "mistral-7b": "Mistral-7B", "llama-2-13b": "Llama-2-13B", "llama-2-70b": "Llama-2-70B"}
 SHAPE = ("heads_q", "heads_kv", "head_dim", "seqlen")
+# Rows of this package: the kernel alone, and with the time to bring V into its layout.
+OURS = ("sigmascale", "sigmascale+reorder")
 LAYERS = {"gpt2-xl": 48, "mistral-7b": 32, "llama-2-13b": 40, "llama-2-70b": 80}
 
 
@@ -29,7 +32,9 @@ def record(name):
     lines = [line for line in (RECORDS / name).read_text().splitlines() if not line.startswith("#")]
     rows = list(csv.DictReader(lines))
     key = next(iter(rows[0]))
-    return rows[: next((i for i, row in enumerate(rows) if row[key] == key), len(rows))]
+    number = lambda cell: re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", str(cell))
+    header = lambda row: row[key] == key and not any(map(number, row.values()))
+    return rows[: next((i for i, row in enumerate(rows) if header(row)), len(rows))]
 
 
 def find(rows, **wanted):
@@ -185,27 +190,103 @@ def training():
     return markdown([*header, "W, MHz: full; causal"], table)
 
 
-def calls():
-    """Of the latest record. A contender that refuses a call has a row without times."""
-    record_of = max(RECORDS.glob("*-peers-calls-*.csv"), default=None)
-    if record_of is None:
-        return "Not measured yet.\n"
-    rows, table, last = record(record_of.name), [], None
+def call_rows():
+    """Contenders by call, of the latest record. One that refuses a call has a row without times."""
+    latest = max(RECORDS.glob("*-peers-calls-*.csv"))
+    found = []
+    rows = record(latest.name)
     for ours in (row for row in rows if row["kernel"] == "sigmascale"):
         same = {key: ours[key] for key in ("call", *SHAPE, "batch", "causal")}
         alike = {row["kernel"]: row for row in rows if row["ms"] and same.items() <= row.items()}
         # Of two builds of FlashAttention-3 the faster.
         builds = [alike[key] for key in ("fa3", "fa3-vllm") if key in alike]
-        fa3 = min(builds, key=lambda row: float(row["ms"]), default=None)
-        pairs = [("sigmascale", fa3), ("sigmascale+reorder", fa3), ("sigmascale", alike.get("fa3-bf16"))]
-        call = same["call"] if same["call"] != last else ""
+        alike.pop("fa3", None)
+        alike |= {"fa3": min(builds, key=lambda row: float(row["ms"]))} if builds else {}
+        found.append({**alike, "sigmascale": ours})
+    return found
+
+
+def calls():
+    table, last = [], None
+    for alike in call_rows():
+        ours = alike["sigmascale"]
+        pairs = [("sigmascale", "fa3"), ("sigmascale+reorder", "fa3"), ("sigmascale", "fa3-bf16")]
+        call = ours["call"] if ours["call"] != last else ""
         shape = f"{ours['batch']} x {ours['seqlen']}, {('full', 'causal')[int(ours['causal'])]}"
         cells = [f"{ours['heads_q']}, {ours['heads_kv']}", shape, spread(ours) if ours["ms"] else "–"]
-        cells += [ratio(alike[name], other) if name in alike and other else "–" for name, other in pairs]
+        cells += [ratio(alike[a], alike[b]) if a in alike and b in alike and alike[a]["ms"] else "–" for a, b in pairs]
         table.append([call, *cells, f"{ours['watts']}, {ours['mhz']}"])
-        last = same["call"]
+        last = ours["call"]
     header = ["call", "query, KV heads", "tokens", "ms", "speed (FlashAttention-3 = 1)", "with reordering"]
     return markdown([*header, "speed (FlashAttention-3 BF16 = 1)", "W, MHz"], table)
+
+
+def compared():
+    """Every comparison on the page of times: calls, the other library, and pairs of rows (ours, theirs) by variant of ours."""
+    names = {"cudnn": "cuDNN FP8", "fa3": "FlashAttention-3 FP8", "cudnn-bf16": "cuDNN BF16"}
+    names |= {"fa3-bf16": "FlashAttention-3 BF16"}
+    forward, bf16, rope = peers("forward"), peers("from-bf16"), record("2026-11-24-from-bf16-rope-h200.csv")
+    for name, rows, suffix, others in (
+        ("forward, E4M3 operands", forward, "", ("cudnn", "fa3")),
+        ("forward from BF16, with casts", bf16, "+cast", ("cudnn", "fa3", "cudnn-bf16")),
+        ("forward from BF16, with casts and RoPE", rope, "+cast", ("cudnn", "fa3", "cudnn-bf16")),
+        ("forward and backward from BF16", peers("training"), "", ("cudnn-bf16",)),
+    ):
+        for other in others:
+            kernel = other + suffix * (other != "cudnn-bf16")
+            of = lambda row, kernel: find(rows, kernel=kernel, **{key: row[key] for key in (*SHAPE, "causal")})
+            pairs = {ours: [(row, of(row, kernel)) for row in rows if row["kernel"] == ours] for ours in OURS}
+            yield name, names[other], pairs
+    for name, dim in (
+        ("packed sequences and windows", "128"),
+        ("heads of 96", "96"),
+        ("heads of 256", "256"),
+        ("heads of 192 and 128 (MLA)", "192"),
+    ):
+        for other in ("fa3", "fa3-bf16"):
+            same = [call for call in call_rows() if call["sigmascale"]["head_dim"] == dim and other in call]
+            pairs = {ours: [(call[ours], call[other]) for call in same if ours in call] for ours in OURS}
+            # Operands in BF16 need no order of ours.
+            yield name, names[other], pairs if other == "fa3" else {**pairs, OURS[1]: []}
+
+
+def speed(pair):
+    """How many times as fast as the other; rounded down, as in every table."""
+    return math.floor(100 * float(pair[1]["ms"]) / float(pair[0]["ms"])) / 100
+
+
+def overview():
+    table, last = [], None
+    for name, other, variants in compared():
+        cells = []
+        for speeds in (sorted(map(speed, pairs)) for pairs in variants.values()):
+            middle = math.floor(100 * statistics.median(speeds)) / 100 if speeds else 0
+            cells.append(f"{middle:.2f} ({speeds[0]:.2f} to {speeds[-1]:.2f})" if speeds else "–")
+            cells.append(f"{sum(x < 1 for x in speeds)} of {len(speeds)}" if speeds else "–")
+        table.append([name if name != last else "", other, *cells])
+        last = name
+    header = ["calls", "compared with", "speed", "slower in", "with reordering", "slower in"]
+    return markdown(header, table)
+
+
+def slower():
+    """Every call that is slower than another library's, with its speed."""
+    lines = []
+    for name, other, variants in compared():
+        for ours, pairs in variants.items():
+            groups = {}
+            for pair in (pair for pair in pairs if speed(pair) < 1):
+                row = pair[0]
+                call = f"{row['batch']} x {row['seqlen']} {('full', 'causal')[int(row['causal'])]} ({speed(pair):.2f})"
+                groups.setdefault(heads([row[key] for key in SHAPE[:3]]), []).append(call)
+            if not groups:
+                continue
+            found = "; ".join(f"{group}, {', '.join(calls)}" for group, calls in groups.items())
+            speeds = sorted(map(speed, pairs))
+            if speeds[-1] < 1:
+                found = f"all {len(speeds)} calls ({speeds[0]:.2f} to {speeds[-1]:.2f})"
+            lines.append(f"- **{name}{', with reordering' * (ours == OURS[1])}**, than {other}: {found}\n")
+    return "".join(lines)
 
 
 BIAS = {"sigmascale f16": "`f16`", "sigmascale fp8-256": "`fp8-256`", "fa3": "FlashAttention-3 FP8", "cudnn": "cuDNN FP8"}
@@ -240,7 +321,7 @@ def summary():
         call = f"{q} query and {kv} KV heads of {d}, {ours['batch']} x {keys} tokens"
         name = f"training step of attention, {call}, causal"
         table.append([f"{name}, ms", spread(ours), "–", "–", spread(other)])
-        table.append(["memory of it, MiB", ours["mib"], "–", "–", other["mib"]])
+        table.append(["its peak memory, MiB", ours["mib"], "–", "–", other["mib"]])
     header = ["one H200", "Sigmascale `f16`", "FlashAttention-3 FP8", "cuDNN FP8", "cuDNN BF16"]
     return markdown(header, table)
 
@@ -516,6 +597,8 @@ TABLES = {
     f.__name__.replace("_", "-"): f
     for f in (
         weight_spike,
+        overview,
+        slower,
         scale_pass,
         scale_launches,
         forward,
@@ -566,10 +649,14 @@ def main():
             page.write_text(made)
     for name in TABLES.keys() - seen:
         stale.append(f"{name}: on no page")
-    if stale and check:
-        print("tables that do not agree with their records:", *stale, sep="\n  ")
-        return 1
-    return 0
+    import claims  # which reads records through this module
+
+    words = lambda text: " ".join(text.split())
+    lacking = [f"{page} lacks: {text}" for page, text in claims.claims() if words(text) not in words((ROOT / page).read_text())]
+    stale = stale * check + lacking
+    if stale:
+        print("what does not agree with its record:", *stale, sep="\n  ")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

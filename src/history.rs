@@ -235,9 +235,11 @@ pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
             Ok(record) => record,
             Err(_) if !line.ends_with('\n') && run.is_some() => break,
             Err(e) => {
+                // Of what is no JSON object, serde names its own types.
+                let why = if line.trim_start().starts_with('{') { format!(": {e}") } else { String::new() };
                 return Err(Error::format(
                     path,
-                    format_args!("line {number} is not a record of a run (JSON Lines, as Monitor writes it): {e}"),
+                    format_args!("line {number} is not a record of a run (JSON Lines, as Monitor writes it){why}"),
                 ));
             }
         };

@@ -1,6 +1,6 @@
-//! Bounds of the carried checkpoint beside what real text did to it (`data/tiny-llama/observed.json`).
+//! Bounds of the carried checkpoint compared with the maxima of real text (`data/tiny-llama/observed.json`).
 //!
-//! `cargo test --test observed -- --nocapture` prints the table of `docs/bounds.md`.
+//! `cargo test --test observed -- --nocapture` prints the table of `docs/bounds.md`, which is checked against it.
 
 use serde::Deserialize;
 use sigmascale::Descale;
@@ -22,6 +22,8 @@ struct Observed {
 struct Observation {
     layers: Vec<Observed>,
 }
+
+const PAGE: &str = include_str!("../docs/bounds.md");
 
 fn folder() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/data/tiny-llama"))
@@ -82,7 +84,9 @@ fn table_of_bounds_against_observation() {
             .iter()
             .map(|(bound, held)| if *held { format!("{bound:.1}") } else { format!("**{bound:.1} exceeded**") })
             .collect();
-        println!("| {} | {:.1} | {} |", layer.layer, largest(seen.s.iter().copied()), cells.join(" | "));
+        let row = format!("| {} | {:.1} | {} |", layer.layer, largest(seen.s.iter().copied()), cells.join(" | "));
+        println!("{row}");
+        assert!(PAGE.lines().any(|line| line == row), "docs/bounds.md lacks the row {row}");
     }
     // The theorem as stated (isotropic tokens, one sigma without rotation) does not hold here.
     assert!(!passed.is_empty());
@@ -112,5 +116,7 @@ fn operands_neither_overflow_nor_waste_the_range() {
         }
     }
     let smallest = ratios.iter().copied().fold(f64::INFINITY, f64::min);
-    println!("operand bound over observed amax: {smallest:.2} to {:.2}", largest(ratios));
+    let range = format!("{smallest:.2} to {:.2}", largest(ratios));
+    println!("operand bound over observed amax: {range}");
+    assert!(PAGE.contains(&format!("Operand bounds are {range} times")), "docs/bounds.md lacks {range}");
 }

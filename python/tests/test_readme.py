@@ -1,4 +1,7 @@
-"""The snippets of both READMEs and of the guides run as they stand: NumPy and command lines anywhere, PyTorch on a GPU."""
+"""The snippets of both READMEs and of the guides run as they stand: NumPy and command lines anywhere, PyTorch on a GPU.
+
+Without a GPU those of PyTorch run on the CPU, by the change that the README names: `.cuda()` is left out.
+"""
 
 import os
 import pathlib
@@ -13,8 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale")).resolve()
 
 
-# Snippets of sharded.md need a process group: the tests in `distributed` have them.
-PAGES = [ROOT / "README.md", ROOT / "python" / "README.md"]
+# Python of sharded.md needs a process group: the tests in `distributed` have it. Blocks without a language start engines.
+PAGES = [ROOT / "README.md", ROOT / "python" / "README.md", ROOT / "docs" / "evidence" / "README.md"]
 PAGES += sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "sharded.md")
 
 
@@ -51,8 +54,9 @@ def test_numpy_snippets(folder):
 
 def test_snippets_of_pytorch_on_the_cpu(folder):
     pytest.importorskip("transformers")
-    run(snippets("numpy", "torch"))
-    assert len(snippets("torch")) >= 1
+    codes = snippets("numpy", "torch", "gpu")
+    names = run(code.replace(".cuda()", "").replace('device="cuda"', 'device="cpu"') for code in codes)
+    assert len(codes) >= 14 and names["out"].shape == (2, 512, 4, 64)
 
 
 def test_gpu_snippets(folder):
@@ -84,6 +88,32 @@ def test_command_lines(folder):
     assert len(commands) >= 20
 
 
+def test_other_command_lines_name_what_exists():
+    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    checked = 0
+    for line in lines:
+        for pattern, folder in ((r"--example (\w+)", "examples"), (r"--test (\w+)", "tests")):
+            for name in re.findall(pattern, line):
+                places = [ROOT / folder / f"{name}.rs", ROOT / folder / name / "main.rs"]
+                assert any(place.exists() for place in places), f"{line}: no such target in {folder}"
+                checked += 1
+        for script in re.findall(r"\$ (?:python|torchrun .* --) (\S+\.py)", line):
+            assert (ROOT / script).exists(), f"{line}: no such file"
+            checked += 1
+    assert checked >= 10
+
+
+@pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
+def test_command_lines_of_training_have_arguments_that_parse():
+    start = "$ cargo run --release --features train -- "
+    commands = [line.removeprefix(start) for line in "".join(blocks("console")).splitlines() if line.startswith(start)]
+    for command in commands:
+        # `--help` comes after every other argument has been read, and nothing is trained.
+        done = subprocess.run([BINARY, *shlex.split(command), "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stderr)
+    assert len(commands) >= 3
+
+
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
 def test_sample_of_verify_is_what_it_prints(folder):
     export = [BINARY, "export", "data/tiny-llama", "--to", "audited", "--for", "vllm"]
@@ -91,6 +121,14 @@ def test_sample_of_verify_is_what_it_prints(folder):
     printed = subprocess.run([BINARY, "verify", "audited"], capture_output=True, text=True, check=True).stdout
     (sample,) = (block for block in blocks("text") if block.startswith("audited\n"))
     assert set(sample.splitlines()) <= set(printed.splitlines())
+
+
+@pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
+def test_sample_of_stress_is_what_it_prints(folder):
+    run = [BINARY, *"stress weight-spike --model data/tiny-llama --tokens data/sample.py --mode operands".split()]
+    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    (sample,) = (block for block in blocks("text") if block.startswith("weight-spike"))
+    assert sample.splitlines() == printed.splitlines()[: len(sample.splitlines())]
 
 
 def test_pictures_are_those_of_their_records(tmp_path):

@@ -36,6 +36,7 @@ svg text.hi{fill:var(--bg)}svg text.lo{fill:var(--fg)}
 .mean{stroke:var(--fg);stroke-width:2}.span{stroke:var(--accent);stroke-opacity:.45;stroke-width:2}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+@media(max-width:760px){th,td{padding:3px 5px}}
 th{color:var(--dim);font-weight:600;white-space:normal;vertical-align:bottom}
 section{margin-top:36px;border-top:1px solid var(--line);padding-top:18px}
 section figure{width:356px}

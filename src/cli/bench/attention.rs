@@ -16,7 +16,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
 
-/// The attention kernel and its casts
+/// Time the attention kernel, its casts and its backward
 ///
 /// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets
 /// inputs, after --warmup, so that launching from the host costs nothing (--no-graph times single launches).

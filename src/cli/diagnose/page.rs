@@ -64,10 +64,15 @@ fn drawn(diagnosis: &Diagnosis) -> Vec<(usize, usize)> {
 
 /// What the curves are.
 fn curves_of(diagnosis: &Diagnosis) -> String {
-    let names: Vec<String> =
-        drawn(diagnosis).iter().map(|(layer, head)| format!("layer {layer}, head {head}")).collect();
-    let mark = if diagnosis.first.is_some() { " Vertical: the first alarm." } else { "" };
-    format!("Drawn: {} (solid, dashed, dotted, dash-dotted).{mark}", names.join("; "))
+    let looks = ["solid", "dashed", "dotted", "dash-dotted"];
+    let heads = drawn(diagnosis);
+    let name = |((layer, head), look): (&(usize, usize), &str)| match heads.len() {
+        1 => format!("layer {layer}, head {head}"),
+        _ => format!("layer {layer}, head {head} ({look})"),
+    };
+    let names: Vec<String> = heads.iter().zip(looks).map(name).collect();
+    let mark = if diagnosis.first.is_some() { " The vertical line is the first alarm." } else { "" };
+    format!("Drawn: {}.{mark}", names.join("; "))
 }
 
 fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {

@@ -84,26 +84,25 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
         page.figures(&[
             Figure {
                 title: "Sigma by layer".to_owned(),
-                caption:
-                    "Filled: each head with the norm's gain folded in. Hollow: raw weights. Bar: mean of the folded."
-                        .to_owned(),
+                caption: "Filled: each head, with the norm's gain. Bar: their mean. Hollow: raw weights.".to_owned(),
                 content: strip(layers, |head| head.sigma, |head| head.sigma_raw),
             },
             Figure {
                 title: "Sigma by layer and head".to_owned(),
-                caption: "Gain folded in. Darker in the light theme, brighter in the dark one, is larger.".to_owned(),
+                caption: "With the norm's gain. A stronger color is a larger value.".to_owned(),
                 content: heat_map(layers, |head| head.sigma),
             },
         ]);
         let mut more = vec![Figure {
             title: "Stable rank".to_owned(),
-            caption: "F squared over sigma squared: how many directions share the head's energy.".to_owned(),
+            caption: "||M||_F^2 / ||M||^2 of M = W_Q W_K^T: 1 for a rank-one head.".to_owned(),
             content: heat_map(layers, |head| head.stable_rank),
         }];
         if inspection.model.rope.is_some() {
             more.push(Figure {
                 title: "RoPE ratio".to_owned(),
-                caption: "What rotation can add: bound over every relative position, divided by sigma.".to_owned(),
+                caption: "Bound on the norm under rotation, divided by sigma: by how much RoPE can raise it."
+                    .to_owned(),
                 content: heat_map(layers, |head| head.rope_ratio),
             });
         }
@@ -120,7 +119,7 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
             },
             Figure {
                 title: "Bound in exact arithmetic by layer and head".to_owned(),
-                caption: "Darker in the light theme, brighter in the dark one, is larger.".to_owned(),
+                caption: "A stronger color is a larger value.".to_owned(),
                 content: heat_map(layers, |head| head.bound_certain),
             },
         ]);
@@ -243,7 +242,7 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
             }
         }
     }
-    let scale = if axis.log { "layer (logarithmic scale)" } else { "layer" };
+    let scale = if axis.log { "layer; values on a log scale" } else { "layer" };
     let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", top + height + 32.0);
     svg
 }
@@ -258,7 +257,7 @@ fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
     let (right, bottom) = (left + width * columns as f64, top + height * layers.len() as f64);
     let mut svg = open_svg(right + 8.0, bottom + 6.0, "A value for every layer and head");
     let every = |cell: f64, room: f64| (room / cell).ceil() as usize;
-    let scale = if axis.log { ", logarithmic shades" } else { "" };
+    let scale = if axis.log { ", log scale" } else { "" };
     let (low, high) = (short(axis.low), short(axis.high));
     let _ = write!(svg, "<text x=\"{left}\" y=\"11\">head; values {low} to {high}{scale}</text>");
     for column in (0..columns).step_by(every(width, 22.0)) {

@@ -260,7 +260,7 @@ fn cells(run: &LowPrecisionSummary) -> [String; 10] {
         at(&run.w_q_start, 2),
         at(&run.w_q_end, 2),
         at(&run.rank_one, 2),
-        at(&run.delta_bias, 4),
+        at(&run.delta_bias, 4).replace("-0.0000", "0.0000"),
     ]
 }
 
@@ -291,13 +291,17 @@ fn table(results: &Results) -> String {
     out
 }
 
-impl Label for Remedy {
+/// A remedy, and its place among those of the page: of few, each has a color of its own.
+#[derive(Clone, Copy)]
+struct RemedyLine(usize, Remedy);
+
+impl Label for RemedyLine {
     fn name(self) -> String {
-        Remedy::name(self).to_owned()
+        self.1.name().to_owned()
     }
 
     fn place(self) -> Option<usize> {
-        Remedy::ALL.iter().position(|remedy| *remedy == self)
+        Some(self.0)
     }
 }
 
@@ -333,11 +337,12 @@ fn page(results: &Results, made: &Made) -> String {
     let of_seed = || results.runs.iter().zip(&results.histories).filter(|(run, _)| run.options.seed == seed);
     let head = |run: &LowPrecisionSummary| run.options.head.unwrap_or(run.fastest_head().0);
     type Points<'a> = &'a dyn Fn(&History, usize) -> Vec<(usize, f64)>;
-    let by_remedy = |points: Points| -> Vec<Curve<Remedy>> {
-        of_seed().map(|(run, history)| (run.options.remedy, points(history, head(run)))).collect()
+    let remedies = || of_seed().enumerate().map(|(place, (run, _))| RemedyLine(place, run.options.remedy));
+    let by_remedy = |points: Points| -> Vec<Curve<RemedyLine>> {
+        remedies().zip(of_seed()).map(|(remedy, (run, history))| (remedy, points(history, head(run)))).collect()
     };
     page.section(&format!("Seed {seed}"));
-    page.raw(&legend(&of_seed().map(|(run, _)| run.options.remedy).collect::<Vec<_>>()));
+    page.raw(&legend(&remedies().collect::<Vec<_>>()));
     let mut figures = vec![
         figure("Training loss", "Means of 20 steps.", &by_remedy(&|history, _| losses(history)), true),
         figure(
@@ -347,7 +352,7 @@ fn page(results: &Results, made: &Made) -> String {
             true,
         ),
         figure(
-            "delta's bias, summed",
+            "Bias of delta, summed",
             "Of the same head, in units of |delta|: a level line is unbiased.",
             &by_remedy(&|history, head| summed(&column(history, |record| record.delta_bias[head]))),
             false,

@@ -109,8 +109,8 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     });
     if run.policies.iter().any(|policy| policy.sqnr_db.is_some()) {
         // One figure, so that the heat map does not stand alone in its row.
-        let sqnr = strip(run, &|row| row.sqnr_db, None, false, "SQNR of the output, dB: more is better");
-        let kl = strip(run, &|row| row.softmax_kl, None, false, "KL of the softmax, nats: less is better");
+        let sqnr = strip(run, &|row| row.sqnr_db, None, false, "SQNR of the output (more is better), dB");
+        let kl = strip(run, &|row| row.softmax_kl, None, false, "KL of the softmax (less is better), nats");
         figures.push(Figure {
             title: "What it cost".to_owned(),
             caption: "Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
@@ -236,7 +236,8 @@ fn strip(
 ) -> String {
     let values = run.trace.iter().filter_map(value).chain(limit);
     let values = values.chain(run.policies.iter().filter(|_| heads).map(|policy| policy.utilisation.p10));
-    let axis = Axis::new(values, None);
+    // Decibels are a logarithm already, and may be negative.
+    let axis = if name.ends_with("dB") { Axis::linear(values) } else { Axis::new(values, None) };
     let (left, top, height) = (108.0, 6.0, 30.0);
     let right = WIDTH - 14.0;
     let bottom = top + height * run.policies.len() as f64;
@@ -304,7 +305,7 @@ fn strip(
         }
         svg.push_str("</g>");
     }
-    let scale = if axis.log { "logarithmic scale" } else { "" };
+    let scale = if axis.log { "log scale" } else { "" };
     let between = if name.is_empty() || scale.is_empty() { "" } else { "; " };
     let (end, y) = (WIDTH - 2.0, bottom + 29.0);
     let _ = write!(svg, "<text x=\"{end}\" y=\"{y:.1}\" text-anchor=\"end\">{name}{between}{scale}</text></svg>");

@@ -364,9 +364,12 @@ fn burn_in(run: &StressResult) -> Option<String> {
     let mut text = match run.steps <= burn_in {
         true => format!("auto-c has a burn-in of {burn_in} steps, in which its plans are those of geometry."),
         false => format!(
-            "auto-c plans as geometry for {burn_in} steps and then scales the bound by the ratio that it observed; it fell \
-             back to geometry {} times.",
-            auto.fallbacks
+            "auto-c plans as geometry for {burn_in} steps and then scales the bound by the ratio that it observed; it {}.",
+            match auto.fallbacks {
+                0 => "never fell back to geometry".to_owned(),
+                1 => "fell back to geometry once".to_owned(),
+                times => format!("fell back to geometry {times} times"),
+            }
         ),
     };
     let slack = |TensorSlack { tensor, slack }: &TensorSlack| {
