@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
@@ -478,6 +479,11 @@ def _current(q, k, v):
     return (*rows, 2 * rows[2])
 
 
+def _by_channels(x):
+    """With the channels of a head side by side, as kernels read them."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -494,7 +500,9 @@ def scaled_dot_product_attention(
     fallback: Fallback = None,
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq,
-    d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
+    d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``. As in PyTorch,
+    ``is_causal`` aligns to the first query and the first key, and ``attn_mask`` may be a bias of
+    ``torch.nn.attention.bias``.
 
     Masks that are causal, windows, padding, or packed sequences are recognised as such. For that the values of a mask
     are read once, which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or
@@ -510,12 +518,25 @@ def scaled_dot_product_attention(
         raise TypeError(f"attn_mask must be a tensor, (batch, heads, queries, keys), not {type(attn_mask).__name__}")
     if is_causal and attn_mask is not None:
         raise ArgumentError("give attn_mask or is_causal, not both")
-    if is_causal and query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            "is_causal with unequal lengths aligns to the first key in PyTorch and to the last here: use sigmascale.torch.attention"
-        )
+    queries, keys, to_first_key = query.shape[2], key.shape[2], is_causal
+    if isinstance(attn_mask, CausalBias):
+        # PyTorch's own description of a causal mask, a tensor without values.
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (queries, keys):
+            raise MismatchError(
+                f"attn_mask is a causal bias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, and the call has "
+                f"{queries} and {keys}: make it for these lengths"
+            )
+        to_first_key = attn_mask.variant == CausalVariant.UPPER_LEFT
+        attn_mask, is_causal = None, True
+    if to_first_key and queries < keys:
+        # Keys after the last query are not seen.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    elif to_first_key and queries > keys:
+        # Queries after the last key see all.
+        attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+        is_causal = False
     out, _ = attend(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        *(_by_channels(x).transpose(1, 2) for x in (query, key, value)),
         plan,
         causal=bool(is_causal),
         softmax_scale=scale,

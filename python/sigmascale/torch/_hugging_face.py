@@ -65,8 +65,8 @@ def _placed(query, key, value, mask):
         return query, key, value, None
     order = getattr(mask, _ORDER, None)
     if order is not None:
-        # Of E4M3 as bytes.
-        taken = lambda x: x.gather(2, order[:, None, :, None].expand_as(x))
+        # Of E4M3 as bytes. A static cache has places behind the mask, which hold nothing yet.
+        taken = lambda x: x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
         key, value = (taken(x.view(torch.uint8)).view(E4M3) if x.dtype == E4M3 else taken(x) for x in (key, value))
     return query, key, value, Sequences(*places, *longest)
 

@@ -505,7 +505,13 @@ def _table(model, units):
             "layers=[sigmascale.torch.Layer(...), ...]"
         )
     text = config.to_json_string(use_diff=False)
-    layout = json.loads(_native.layout(text, type(model).__name__))
+    try:
+        layout = json.loads(_native.layout(text, type(model).__name__))
+    except UnsupportedError:
+        inner = _text_model(model)
+        if inner is None:
+            raise
+        return _table(inner, units)
     spec = layout["spec"]
     modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
     parameters = {}
@@ -547,6 +553,17 @@ def _table(model, units):
         for index, names in enumerate(layout["layers"])
         if any(f"{names[key]['name']}.weight" in here for key in "qkv")
     ]
+
+
+def _text_model(model):
+    """The text model inside a model that the table does not have (LLaVA and the like), or None. Its layers are those of
+    its own class, whatever is around them."""
+    config = getattr(model.config, "text_config", None)
+    kind = getattr(config, "model_type", None)
+    if kind is None or kind == model.config.model_type:
+        return None
+    inside = (module for module in model.modules() if module is not model)
+    return next((module for module in inside if getattr(module, "config", None).__class__ is config.__class__), None)
 
 
 def _largest_factor(growth):
