@@ -479,6 +479,17 @@ def _current(q, k, v):
     return (*rows, 2 * rows[2])
 
 
+def _once_each(name, x, plan):
+    """The KV heads of a layer whose module repeats them for its query heads, without the repetitions."""
+    group = plan.n_q_heads // plan.n_kv_heads
+    heads = x[:, ::group]
+    if not (_masks.readable(x) and torch.equal(heads.repeat_interleave(group, dim=1), x)):
+        raise MismatchError(
+            f"{name} has {x.shape[1]} heads, and {plan.name} has {plan.n_kv_heads} KV heads: give each once, with enable_gqa=True"
+        )
+    return heads
+
+
 def _by_channels(x):
     """With the channels of a head side by side, as kernels read them."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -512,8 +523,11 @@ def scaled_dot_product_attention(
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
-    if key.shape[1] != query.shape[1] and not enable_gqa:
+    # PyTorch spreads a single head over the queries' without being told.
+    if key.shape[1] not in (1, query.shape[1]) and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")
+    if isinstance(plan, LayerPlan) and plan.n_kv_heads < key.shape[1] == query.shape[1] == plan.n_q_heads:
+        key, value = (_once_each(name, x, plan) for name, x in (("key", key), ("value", value)))
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask must be a tensor, (batch, heads, queries, keys), not {type(attn_mask).__name__}")
     if is_causal and attn_mask is not None:

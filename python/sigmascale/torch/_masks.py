@@ -74,11 +74,14 @@ def _read(mask, batch, len_q, len_k):
     *bounds, fine = torch.cat([start.flatten(), stop.flatten(), known[None].to(torch.int64)]).tolist()
     bounds = np.array(bounds).reshape(2, mask.shape[0], len_q)
     # Rows behind a causal text may belong to its window, or see all of it.
+    ways = []
     for whole in (True, False) if fine else ():
         pieces = [_pieces(*bounds[:, row], whole) for row in range(mask.shape[0])]
-        groups = _grouped(pieces * (batch // mask.shape[0]), len_q, len_k)
-        if len(groups) <= _CALLS and all(len(each) <= max(8, len_q // _ROWS) for each in pieces):
-            return [group.call(batch, len_q, len_k, mask.device) for group in groups]
+        if all(len(each) <= max(8, len_q // _ROWS) for each in pieces):
+            ways.append(_grouped(pieces * (batch // mask.shape[0]), len_q, len_k))
+    groups = min(ways, key=len, default=None)
+    if groups is not None and len(groups) <= _CALLS:
+        return [group.call(batch, len_q, len_k, mask.device) for group in groups]
     return "an attention mask of another kind than causal, window, padding or packed sequences is not supported in FP8"
 
 
