@@ -473,6 +473,16 @@ def test_more_keys_than_queries_are_bounded_for_are_refused():
         fp8.attention(q, k, k, Plan())
 
 
+def test_packed_sequences_may_have_more_keys_together():
+    runtime = fp8.attach(ministral3())
+    plan = runtime.layers[0]
+    q, k = (torch.randn(100, n, plan.d_head) for n in (plan.n_q_heads, plan.n_kv_heads))
+    pack = lambda *ends: torch.tensor([0, *ends], dtype=torch.int32)
+    fp8.flash_attn_varlen_func(q, k, k, pack(50, 100), pack(50, 100), 50, 50, causal=True, plan=plan)
+    with pytest.raises(sigmascale.MismatchError, match="70 keys.*bounds for 64"):
+        fp8.flash_attn_varlen_func(q, k, k, pack(70, 100), pack(70, 100), 70, 70, causal=True, plan=plan)
+
+
 def test_weights_on_the_cpu_get_the_scales_of_their_checkpoint(tmp_path):
     for kind, options in [("Llama", {"num_key_value_heads": 2}), ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16})]:
         model = small(kind, **options).bfloat16()

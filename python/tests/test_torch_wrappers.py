@@ -418,6 +418,31 @@ def test_generation_with_padding_and_caches(cache):
     assert runtime.calls[0].keys() == {"native"}
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_continuous_batching(window):
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    kind = {} if window is None else {"kind": "Mistral", "sliding_window": window}
+    made = model(num_key_value_heads=2, **kind)
+    runtime = planned(made)
+    prompts = [tokens(1)[0, :n].tolist() for n in (5, 20, 13)]
+    # Prompts are longer than a step, so some are cut.
+    sizes = ContinuousBatchingConfig(block_size=16, num_blocks=8, max_batch_tokens=16, return_logprobs=True)
+    options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def generated(m):
+        results = m.generate_batch(prompts, options, sizes).values()
+        assert not any(result.error for result in results)
+        return torch.tensor([result.logprobs[0] for result in results])
+
+    ours, theirs = both(made, generated)
+    assert not torch.equal(ours, theirs) and error(ours, theirs) < 0.1
+    assert runtime.calls[0].keys() == {"native"}
+    made.set_attn_implementation("paged|" + fp8.register())
+    with pytest.raises(sigmascale.ArgumentError, match="for generate_batch"):
+        made(tokens())
+
+
 @torch.no_grad()
 def test_tokens_behind_prompts_that_are_padded_on_the_right_in_a_static_cache():
     from transformers import StaticCache

@@ -222,8 +222,8 @@ def attend(
     _check(q, k, v, sequences)
     if isinstance(plan, LayerPlan) and plan.stabilise and not how.stabilise:
         how = dataclasses.replace(how, stabilise=True)
-    call = _resolve(q, k, v, plan, softmax_scale, how)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
+    call = _resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     window = _window(window, causal, *lengths)
     terms = Terms(causal, call.scale, window, _softcap(softcap), _sinks(sinks, q), sequences)
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
@@ -355,7 +355,8 @@ def _call(q, k, v, terms, call, how, rope=None):
     return out, lse
 
 
-def _resolve(q, k, v, plan, softmax_scale, how):
+def _resolve(q, k, v, plan, softmax_scale, how, keys):
+    """``keys``: of the longest sequence."""
     batch, n_kv = k.shape[0], k.shape[2]
     if isinstance(plan, LayerPlan):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
@@ -363,9 +364,9 @@ def _resolve(q, k, v, plan, softmax_scale, how):
                 f"the plan of {plan.name} has {plan.n_q_heads} query and {plan.n_kv_heads} KV heads of {plan.d_head}; the call "
                 f"has {q.shape[2]} and {n_kv} of {q.shape[3]}: pass the plan of this layer of this model"
             )
-        if plan.positions is not None and k.shape[1] > plan.positions:
+        if plan.positions is not None and keys > plan.positions:
             raise MismatchError(
-                f"the call has {k.shape[1]} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
+                f"the call has {keys} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
                 f"{plan.positions}"
             )
         if q.device != plan.words.device:
