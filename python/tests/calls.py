@@ -447,6 +447,27 @@ def sft(made, **how):
     return change(made, train)
 
 
+def dpo(made):
+    """A step of TRL's DPOTrainer, which loads a reference model with the same attention: it takes plans of its own."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import DPOConfig, DPOTrainer
+
+    rows = {"prompt": ["5 6 7", "8 9 10 11"], "chosen": ["12 13 14 15", "16 17"], "rejected": ["20 21", "22 23 24"]}
+    pairs = Dataset(InMemoryTable.from_pydict(rows), fingerprint="pairs")
+
+    def train(folder):
+        made.save_pretrained(folder)
+        made.config._name_or_path = folder
+        settings = DPOConfig(folder, gradient_checkpointing=False, bf16=False, per_device_train_batch_size=2, **ONE_STEP)
+        training = DPOTrainer(made, args=settings, train_dataset=pairs, processing_class=words())
+        training.remove_callback(transformers.PrinterCallback)
+        LATEST.extend([fp8.attach(training.ref_model)] if LATEST else [])
+        training.train()
+
+    return change(made, train)
+
+
 def seq2seq(made, run):
     mask = padding("right")
     given = {"input_ids": tokens(), "decoder_input_ids": tokens(length=LENGTH // 2, seed=1)}
@@ -741,6 +762,7 @@ CALLS = [
         "llama",
         lambda m: sft(m, packing=False, padding_free=True, max_length=None, per_device_train_batch_size=3),
     ),
+    Call("TRL, DPO with a reference model", "llama", dpo),
     Call("explicit causal mask", "llama", explicit),
     Call("torch.export", "llama", exported),
     Call("CUDA graph, other padding at the replay", "llama", graph, gpu=True),
