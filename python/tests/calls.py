@@ -459,7 +459,9 @@ def dpo(made):
     def train(folder):
         made.save_pretrained(folder)
         made.config._name_or_path = folder
-        settings = DPOConfig(folder, gradient_checkpointing=False, bf16=False, per_device_train_batch_size=2, **ONE_STEP)
+        settings = DPOConfig(
+            folder, gradient_checkpointing=False, bf16=False, per_device_train_batch_size=2, **ONE_STEP
+        )
         training = DPOTrainer(made, args=settings, train_dataset=pairs, processing_class=words())
         training.remove_callback(transformers.PrinterCallback)
         LATEST.extend([fp8.attach(training.ref_model)] if LATEST else [])

@@ -249,6 +249,22 @@ def small(kind="Llama", **options):
     return model
 
 
+@pytest.mark.parametrize(
+    ("kind", "what", "more"),
+    [
+        ("Persimmon", "a shift", {}),
+        ("StableLm", "a tensor for each head", {"qk_layernorm": True, "num_key_value_heads": 2}),
+    ],
+)
+def test_norms_of_q_and_k_that_are_not_read_are_named(kind, what, more):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=32, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(sigmascale.UnsupportedError, match=f"family {kind.lower()} .* with {what}, .*calibrate"):
+        fp8.attach(model)
+
+
 def test_a_model_in_memory_is_calibrated_from_its_state_dict(tmp_path):
     model = small(num_key_value_heads=2).bfloat16()
     model.save_pretrained(tmp_path)

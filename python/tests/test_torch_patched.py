@@ -84,7 +84,9 @@ def test_a_module_that_makes_no_call_is_named():
 
 
 @pytest.mark.parametrize(
-    "heads", [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str
+    "heads",
+    [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}],
+    ids=str,
 )
 @torch.no_grad()
 def test_falcon_spreads_its_kv_heads_over_the_queries(heads):

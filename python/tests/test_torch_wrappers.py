@@ -427,7 +427,7 @@ def test_continuous_batching(window):
     runtime = planned(made)
     prompts = [tokens(1)[0, :n].tolist() for n in (5, 20, 13)]
     # Prompts are longer than a step, so some are cut.
-    sizes = ContinuousBatchingConfig(block_size=16, num_blocks=8, max_batch_tokens=16, return_logprobs=True)
+    sizes = ContinuousBatchingConfig(block_size=16, num_blocks=8, max_batch_tokens=16, max_requests_per_batch=4, return_logprobs=True)
     options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def generated(m):

@@ -647,10 +647,13 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
     rope = None if qk_norm and qk_norm["behind_rotation"] else spec["rope"][index]
     q_norm = k_norm = None
     if names["qk_norm"] is not None:
-        if any("{h}" in name for name in names["qk_norm"]):
-            raise UnsupportedError("norms of q and k with a tensor for each head are not read on the GPU")
-        if qk_norm["shift"]:
-            raise UnsupportedError("norms of q and k with a shift are not read on the GPU")
+        apart = any("{h}" in name for name in names["qk_norm"])
+        if apart or qk_norm["shift"]:
+            raise UnsupportedError(
+                f"family {spec['family']} has norms of q and k with {'a tensor for each head' if apart else 'a shift'}, which "
+                "attach() does not support: take its descales from sigmascale.calibrate(), and pass them to "
+                "sigmascale.torch.attention() in place of a plan"
+            )
         q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
     elif qk_norm is not None:
         # A norm without gains.
