@@ -83,6 +83,16 @@ def test_a_module_that_makes_no_call_is_named():
             block(torch.randn(2, 10, 64, 1))
 
 
+def test_a_module_that_the_compiler_takes_whole_is_named():
+    block = Block(need_weights=False)
+    runtime = fp8.attach(block, layers=[of_multihead(block.attention, block.norm)])
+    torch._dynamo.reset()
+    compiled, x = torch.compile(block, backend="aot_eager"), torch.randn(2, 10, 64)
+    with fp8.patched(runtime), pytest.warns(RuntimeWarning, match="MultiheadAttention ran without a call.*torch.compile"):
+        compiled(x)
+    assert runtime.stats()["calls"] == {}
+
+
 @pytest.mark.parametrize(
     "heads",
     [{"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}],

@@ -14,8 +14,8 @@ class patched:
     """``with patched(runtime):`` sends ``F.scaled_dot_product_attention`` of the runtime's modules through FP8.
 
     For plain modules that call it by that name: while one of the runtime's attention modules runs, its calls use its plan;
-    all others are left alone. A module that runs without such a call (``nn.MultiheadAttention`` with ``need_weights=True``)
-    is named by a warning. It replaces a function of the whole process and turns the fast path of ``nn.MultiheadAttention``
+    all others are left alone. A module that runs without such a call (``nn.MultiheadAttention`` with ``need_weights=True`` or
+    under ``torch.compile``) is named by a warning. It replaces a function of the whole process and turns the fast path of ``nn.MultiheadAttention``
     off, which makes no such call, so one thread at a time.
     """
 
@@ -47,13 +47,8 @@ class patched:
 
     def _left(self, module, _, out):
         _, calls = self._stack.pop()
-        if calls == 0 and out is not None and not torch.compiler.is_compiling():
-            warnings.warn(
-                f"{type(module).__name__} ran without a call of F.scaled_dot_product_attention, so not in FP8 (nn.MultiheadAttention "
-                "calls it with need_weights=False)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if calls == 0 and out is not None:
+            _say(type(module).__name__)
 
     def __exit__(self, *_: object) -> None:
         F.scaled_dot_product_attention = self._original
@@ -61,3 +56,14 @@ class patched:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._stack = [], []
+
+
+# Compiled code runs this while it is compiled.
+@torch.compiler.assume_constant_result
+def _say(name):
+    warnings.warn(
+        f"{name} ran without a call of F.scaled_dot_product_attention, so not in FP8 (nn.MultiheadAttention calls it with "
+        "need_weights=False, and not under torch.compile)",
+        RuntimeWarning,
+        stacklevel=3,
+    )
