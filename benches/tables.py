@@ -484,7 +484,7 @@ def gradients():
 
 
 def tested_calls():
-    rows = record("2026-11-24-calls-cpu.csv")
+    rows = record("2026-11-27-calls-cpu.csv")
     table = []
     for row in rows:
         ran = f"refused: {row['refused']}" if row["refused"] else row["ran_in"] or "a function"

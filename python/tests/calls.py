@@ -51,6 +51,16 @@ LATENT = GROUPED | {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+VISION = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "image_size": 32,
+    "patch_size": 16,
+}
+# The token in whose places an image stands.
+IMAGE = 2
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "llama d 80": lambda: transformers.LlamaConfig(**(GROUPED | {"hidden_size": 320})),
@@ -114,6 +124,72 @@ CONFIGS = {
         zero_expert_num=2,
         expert_ffn_hidden_size=64,
     ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **GROUPED,
+        head_dim=64,
+        max_position_embeddings=1024,
+        intermediate_size_mlp=256,
+        moe_layers=[],
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0],
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **GROUPED,
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mlp_only_layers=[0, 1],
+    ),
+    "falcon": lambda: transformers.FalconConfig(**SMALL, alibi=False),
+    "roberta": lambda: transformers.RobertaConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "whisper": lambda: transformers.WhisperConfig(
+        d_model=256,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        vocab_size=128,
+        num_mel_bins=16,
+        max_source_positions=50,
+        dropout=0.0,
+        decoder_start_token_id=1,
+        **{name: SMALL[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    ),
+    "llava": lambda: transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**GROUPED),
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        image_token_index=IMAGE,
+        image_seq_length=4,
+    ),
+    "gemma3_image": lambda: transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3"](),
+        vision_config=transformers.SiglipVisionConfig(**VISION),
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+    ),
+    "qwen2_5_vl": lambda: transformers.Qwen2_5_VLConfig(
+        text_config={
+            **GROUPED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "out_hidden_size": 256,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
+        },
+        image_token_id=IMAGE,
+    ),
     "t5": lambda: transformers.T5Config(
         d_model=256,
         d_kv=64,
@@ -131,6 +207,11 @@ AUTO = {
     "qwen2_vl": transformers.AutoModel,
     "bart": transformers.AutoModelForSeq2SeqLM,
     "t5": transformers.AutoModelForSeq2SeqLM,
+    "roberta": transformers.AutoModel,
+    "whisper": transformers.AutoModelForSpeechSeq2Seq,
+    "llava": transformers.AutoModelForImageTextToText,
+    "gemma3_image": transformers.AutoModelForImageTextToText,
+    "qwen2_5_vl": transformers.AutoModelForImageTextToText,
 }
 
 
@@ -149,7 +230,7 @@ def model(kind):
 
 def attached(made, kind, policy):
     """Plans: of the weights, or from the exact maxima of each call. Several runtimes where layers are named by hand."""
-    named = {"bart": bart_layers, "modernbert": modernbert_layers}.get(kind)
+    named = {"bart": bart_layers, "modernbert": modernbert_layers, "whisper": whisper_layers}.get(kind)
     if named is None:
         return [fp8.attach(made, policy=policy)]
     bounded, others = named(made)
@@ -177,22 +258,33 @@ def modernbert_layers(made):
 
 def bart_layers(made):
     """Norms stand behind each block, so that a layer reads the norm of the one before it."""
-    heads, layers, crossed = made.config.encoder_attention_heads, [], []
-
-    def layer(module, norm, name):
-        biases = {f"{key}_bias": getattr(module, f"{key}_proj").bias for key in "qkv"}
-        return fp8.Layer(**{key: getattr(module, f"{key}_proj").weight for key in "qkv"}, **biases, n_q_heads=heads, n_kv_heads=heads,
-                         norm="layer", gain=norm.weight, shift=norm.bias, module=module, name=name)  # fmt: skip
-
+    layers, crossed = [], []
     for side in ("encoder", "decoder"):
         part = getattr(made.model, side)
         before = part.layernorm_embedding
         for number, block in enumerate(part.layers):
-            layers.append(layer(block.self_attn, before, f"{side} layer {number}"))
+            layers.append(behind(before, block.self_attn, f"{side} layer {number}"))
             if side == "decoder":
-                crossed.append(layer(block.encoder_attn, block.self_attn_layer_norm, f"cross-attention {number}"))
+                crossed.append(behind(block.self_attn_layer_norm, block.encoder_attn, f"cross-attention {number}"))
             before = block.final_layer_norm
     return layers, crossed
+
+
+def whisper_layers(made):
+    """Norms stand in front of each block."""
+    blocks = [(side, i, b) for side in ("encoder", "decoder") for i, b in enumerate(getattr(made.model, side).layers)]
+    layers = [behind(b.self_attn_layer_norm, b.self_attn, f"{side} layer {i}") for side, i, b in blocks]
+    crossed = [(i, b) for side, i, b in blocks if side == "decoder"]
+    return layers, [behind(b.encoder_attn_layer_norm, b.encoder_attn, f"cross-attention {i}") for i, b in crossed]
+
+
+def behind(norm, module, name):
+    """A layer with projections of their own that reads a LayerNorm."""
+    linear = {key: getattr(module, f"{key}_proj") for key in "qkv"}
+    biases = {f"{key}_bias": part.bias for key, part in linear.items()}
+    weights, heads = {key: part.weight for key, part in linear.items()}, module.num_heads
+    return fp8.Layer(**weights, **biases, n_q_heads=heads, n_kv_heads=heads, norm="layer", gain=norm.weight,
+                     shift=norm.bias, module=module, name=name)  # fmt: skip
 
 
 def tokens(batch=BATCH, length=LENGTH, seed=0):
@@ -317,7 +409,7 @@ ONE_STEP = {
 }
 
 
-def trainer(made):
+def trainer(made, **how):
     """A step of Trainer on texts that are padded on the right."""
     mask = padding("right").cpu()
     rows = [
@@ -326,7 +418,7 @@ def trainer(made):
     ]
 
     def train(folder):
-        arguments = transformers.TrainingArguments(folder, per_device_train_batch_size=BATCH, **ONE_STEP)
+        arguments = transformers.TrainingArguments(folder, per_device_train_batch_size=BATCH, **ONE_STEP, **how)
         training = transformers.Trainer(made, arguments, train_dataset=rows)
         training.remove_callback(transformers.PrinterCallback)
         training.train()
@@ -334,33 +426,45 @@ def trainer(made):
     return change(made, train)
 
 
-def sft(made):
+def sft(made, **how):
     """A step of TRL's SFTTrainer, which packs texts of unequal lengths into rows."""
-    import tokenizers
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from trl import SFTConfig, SFTTrainer
 
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(128)}, unk_token="0"))
-    names = {"pad_token": "0", "bos_token": "1", "eos_token": "2"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
     lengths = [LENGTH // 3, LENGTH // 6, LENGTH - LENGTH // 3 - LENGTH // 6]
     rows = {"input_ids": [tokens(1, n, seed=i)[0].tolist() for i, n in enumerate(lengths)]}
     # Named, since not every release of pyarrow can be hashed.
     texts = Dataset(InMemoryTable.from_pydict(rows), fingerprint="texts")
 
     def train(folder):
-        how = {
-            "packing": True,
-            "max_length": LENGTH,
-            "per_device_train_batch_size": 1,
-            "gradient_checkpointing": False,
-            "bf16": False,
-        }
-        training = SFTTrainer(
-            made, SFTConfig(folder, **how, **ONE_STEP), train_dataset=texts, processing_class=tokenizer
-        )
+        options = {"packing": True, "max_length": LENGTH, "per_device_train_batch_size": 1} | how
+        settings = SFTConfig(folder, gradient_checkpointing=False, bf16=False, **options, **ONE_STEP)
+        training = SFTTrainer(made, settings, train_dataset=texts, processing_class=words())
         training.remove_callback(transformers.PrinterCallback)
+        training.train()
+
+    return change(made, train)
+
+
+def dpo(made):
+    """A step of TRL's DPOTrainer, which loads a reference model with the same attention: it takes plans of its own."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import DPOConfig, DPOTrainer
+
+    rows = {"prompt": ["5 6 7", "8 9 10 11"], "chosen": ["12 13 14 15", "16 17"], "rejected": ["20 21", "22 23 24"]}
+    pairs = Dataset(InMemoryTable.from_pydict(rows), fingerprint="pairs")
+
+    def train(folder):
+        made.save_pretrained(folder)
+        made.config._name_or_path = folder
+        settings = DPOConfig(
+            folder, gradient_checkpointing=False, bf16=False, per_device_train_batch_size=2, **ONE_STEP
+        )
+        training = DPOTrainer(made, args=settings, train_dataset=pairs, processing_class=words())
+        training.remove_callback(transformers.PrinterCallback)
+        LATEST.extend([fp8.attach(training.ref_model)] if LATEST else [])
         training.train()
 
     return change(made, train)
@@ -480,6 +584,109 @@ def decoded(made, compiled=False):
         return [run(tokens(length=1, seed=1), attention_mask=mask, past_key_values=cache, **place).logits.float()]
 
 
+def in_chunks(made):
+    """A prompt that goes into the cache by parts."""
+    return generate(made, padding("left", 24), prefill_chunk_size=7)
+
+
+def with_prefix(made):
+    """A prompt whose first tokens are in a cache already."""
+    cache = transformers.DynamicCache(config=made.config)
+    with torch.no_grad():
+        made(tokens(length=16), past_key_values=cache, use_cache=True)
+    return generate(made, past_key_values=cache)
+
+
+def continuous(made):
+    """Continuous batching of prompts that are longer than a step."""
+    if made.config._attn_implementation == NAME:
+        made.set_attn_implementation(f"paged|{NAME}")
+    sizes = {"block_size": 16, "num_blocks": 64, "max_batch_tokens": 32, "max_requests_per_batch": 4}
+    results = made.generate_batch(
+        [tokens(1, n, seed=n)[0].tolist() for n in (5, 40, 17)],
+        transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        transformers.ContinuousBatchingConfig(**sizes, return_logprobs=True, use_cuda_graph=False),
+    ).values()
+    failed = [result.error for result in results if result.error]
+    if failed:
+        raise RuntimeError(failed[0])
+    return [torch.tensor([result.logprobs[0] for result in results])]
+
+
+def words():
+    """A tokenizer whose words are numbers."""
+    import tokenizers
+
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(128)}, unk_token="0"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = {"pad_token": "0", "bos_token": "1", "eos_token": "2", "padding_side": "left"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=split, **names)
+
+
+def chats(made):
+    """Chats of unequal lengths through a pipeline, which pads them on the left."""
+    tokenizer = words()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    run = transformers.pipeline("text-generation", model=made, tokenizer=tokenizer, device=made.device)
+    chats = [[{"role": "user", "content": " ".join(map(str, tokens(1, n, seed=n)[0].tolist()))}] for n in (20, 5, 9)]
+    first = []
+    hook = made.register_forward_hook(lambda _, given, out: first.append(out.logits[:, -1].float()))
+    run(chats, batch_size=len(chats), max_new_tokens=4, do_sample=False)
+    hook.remove()
+    return [first[0]]
+
+
+def autocast(made):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        return step(made, padding("right"))
+
+
+def trainer_padding_free(made):
+    """A step of Trainer on texts in one row, whose collator gives their lengths."""
+    lengths = made.config._attn_implementation == NAME
+    rows = [{"input_ids": tokens(1, n, seed=n)[0].tolist()} for n in (LENGTH // 3, LENGTH // 6, LENGTH // 2)]
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
+
+    def train(folder):
+        arguments = transformers.TrainingArguments(folder, per_device_train_batch_size=len(rows), **ONE_STEP)
+        training = transformers.Trainer(made, arguments, train_dataset=rows, data_collator=collator)
+        training.remove_callback(transformers.PrinterCallback)
+        training.train()
+
+    return change(made, train)
+
+
+def falcon(made):
+    """A model that calls F.scaled_dot_product_attention by its name."""
+    with fp8.patched(LATEST[0]) if LATEST else contextlib.nullcontext():
+        return hidden(made, padding("left"))
+
+
+def whisper(made):
+    generator = torch.Generator().manual_seed(0)
+    sound = torch.randn(BATCH, 16, 100, generator=generator).to(DEVICE, made.dtype)
+    with torch.no_grad():
+        return [logits(made, input_features=sound, decoder_input_ids=tokens(length=24))]
+
+
+def picture(made, kind):
+    """Text with an image in it, whose part of the model stays in PyTorch's attention."""
+    generator = torch.Generator().manual_seed(0)
+    ids = tokens(2, 24)
+    ids[:, 3:7] = IMAGE
+    given = {"input_ids": ids}
+    if kind == "qwen2_5_vl":
+        given |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2, device=DEVICE)}
+        given |= {"mm_token_type_ids": (ids == IMAGE).int()}
+        pixels = torch.randn(32, 3 * 2 * 14 * 14, generator=generator)
+    else:
+        pixels = torch.randn(2, 3, 32, 32, generator=generator)
+    if kind == "gemma3_image":
+        given |= {"token_type_ids": (ids == IMAGE).long()}
+    with torch.no_grad():
+        return [logits(made, pixel_values=pixels.to(DEVICE, made.dtype), **given)]
+
+
 def flattened(made):
     """Texts of unequal lengths in one row as a collator without padding makes them (as TRL packs): positions begin
     anew."""
@@ -525,6 +732,11 @@ CALLS = [
     Call("generate, assisted by prompt lookup", "llama", lambda m: assisted(m, prompt_lookup_num_tokens=3)),
     Call("generate, assisted by a smaller model", "llama", lambda m: assisted(m, assistant_model=draft())),
     Call("generate, beams, padded left", "llama", lambda m: generate(m, padding("left", 24), num_beams=2)),
+    Call("generate, prompt in chunks", "llama", in_chunks),
+    Call("generate, prefix in a cache", "llama", with_prefix),
+    Call("generate, offloaded cache", "llama", lambda m: generate(m, cache_implementation="offloaded"), gpu=True),
+    Call("generate_batch", "llama", continuous),
+    Call("pipeline, batch of chats", "llama", chats),
     Call("decoding step, static cache", "llama", decoded),
     Call("decoding step, static cache, compiled", "llama", lambda m: decoded(m, compiled=True)),
     Call("generate, E4M3 cache", "llama", lambda m: generate(m, padding("left", 24), cache=fp8_cache)),
@@ -538,12 +750,21 @@ CALLS = [
     Call("training step, packed by cu_seqlens", "llama", packed),
     Call("training step, packed by a collator", "llama", flattened),
     Call("training step, checkpointed", "llama", lambda m: step(m, padding("right"), checkpointed=True)),
+    Call("training step, autocast to BF16", "llama", autocast),
     Call("training step, compiled", "llama", lambda m: step(m, padding("right"), compiled=True)),
     Call(
         "training step, packed and compiled", "llama", lambda m: packed(m, run=functools.partial(step, compiled=True))
     ),
     Call("Trainer", "llama", trainer),
+    Call("Trainer, BF16 and checkpoints", "llama", lambda m: trainer(m, bf16=True, gradient_checkpointing=True)),
+    Call("Trainer, padding-free", "llama", trainer_padding_free),
     Call("TRL, packed", "llama", sft),
+    Call(
+        "TRL, padding-free",
+        "llama",
+        lambda m: sft(m, packing=False, padding_free=True, max_length=None, per_device_train_batch_size=3),
+    ),
+    Call("TRL, DPO with a reference model", "llama", dpo),
     Call("explicit causal mask", "llama", explicit),
     Call("torch.export", "llama", exported),
     Call("CUDA graph, other padding at the replay", "llama", graph, gpu=True),
@@ -556,6 +777,11 @@ CALLS = [
     Call("Gemma 2, window and soft-cap", "gemma2", step),
     Call("Gemma 3, window", "gemma3", step),
     Call("gpt-oss, window and sinks", "gpt_oss", step),
+    Call("Llama 4, chunks", "llama4", step),
+    Call("GPT-NeoX", "gpt_neox", step),
+    Call("Qwen3-Next, hybrid", "qwen3_next", step),
+    Call("Falcon, one KV head, patched", "falcon", falcon),
+    Call("OLMo 2, no norm in front", "olmo2", step, refused="v has no bound"),
     Call("DeepSeek-V3, d 192 and 128", "deepseek_v3", hidden),
     Call("DeepSeek-V3, training step", "deepseek_v3", lambda m: step(m, padding("right"))),
     Call("DeepSeek-V3, generate", "deepseek_v3", lambda m: generate(m, padding("left", 24))),
@@ -563,11 +789,16 @@ CALLS = [
     Call("DeepSeek-V2, no query latent", "deepseek_v2", hidden),
     Call("MiniCPM3, d 96 and 64", "minicpm3", hidden),
     Call("Qwen2-VL, text part", "qwen2_vl", lambda m: hidden(m, padding("left"))),
+    Call("LLaVA, image and text", "llava", lambda m: picture(m, "llava")),
+    Call("Gemma 3, image and text", "gemma3_image", lambda m: picture(m, "gemma3_image")),
+    Call("Qwen2.5-VL, image and text", "qwen2_5_vl", lambda m: picture(m, "qwen2_5_vl")),
     Call("BERT", "bert", hidden),
     Call("BERT, padded", "bert", lambda m: hidden(m, padding("right"))),
+    Call("RoBERTa, padded", "roberta", lambda m: hidden(m, padding("right"))),
     Call("ModernBERT, window on both sides", "modernbert", lambda m: hidden(m, padding("right"))),
     Call("BART, encoder and decoder", "bart", lambda m: seq2seq(m, "step")),
     Call("BART, generate", "bart", lambda m: seq2seq(m, "generate")),
+    Call("Whisper, encoder and decoder", "whisper", whisper),
     Call("T5", "t5", lambda m: seq2seq(m, "forward"), refused="relative position"),
     Call("mask of another kind", "llama", odd_mask, refused="another kind than causal"),
     Call(
@@ -587,9 +818,10 @@ def measured(call):
     """What ran the call, its error, and that with exact maxima."""
     made, errors, ran = model(call.kind), [], None
     made.set_attn_implementation("eager")
+    LATEST.clear()
     theirs = call.run(made)
-    made.set_attn_implementation(fp8.register())
     for policy in ("geometry", "current"):
+        made.set_attn_implementation(in_fp8(made))
         if policy == "current" and "E4M3" in call.name:
             errors.append(None)
             continue
@@ -598,6 +830,12 @@ def measured(call):
         if ran is None:
             ran = sorted(set().union(*(runtime.stats()["calls"] for runtime in LATEST)))
     return ran, errors
+
+
+def in_fp8(made):
+    """The attention of the model, or of its text part."""
+    name = fp8.register()
+    return {"text_config": name} if hasattr(made.config, "vision_config") else name
 
 
 def refusal(call):

@@ -249,6 +249,22 @@ def small(kind="Llama", **options):
     return model
 
 
+@pytest.mark.parametrize(
+    ("kind", "what", "more"),
+    [
+        ("Persimmon", "a shift", {}),
+        ("StableLm", "a tensor for each head", {"qk_layernorm": True, "num_key_value_heads": 2}),
+    ],
+)
+def test_norms_of_q_and_k_that_are_not_read_are_named(kind, what, more):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=32, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(sigmascale.UnsupportedError, match=f"family {kind.lower()} .* with {what}, .*calibrate"):
+        fp8.attach(model)
+
+
 def test_a_model_in_memory_is_calibrated_from_its_state_dict(tmp_path):
     model = small(num_key_value_heads=2).bfloat16()
     model.save_pretrained(tmp_path)
@@ -471,6 +487,16 @@ def test_more_keys_than_queries_are_bounded_for_are_refused():
     q, k = torch.zeros(1, 17, 2, 16), torch.zeros(1, 17, 1, 16)
     with pytest.raises(sigmascale.MismatchError, match="17 keys.*layer 3 grow with the position.*16"):
         fp8.attention(q, k, k, Plan())
+
+
+def test_packed_sequences_may_have_more_keys_together():
+    runtime = fp8.attach(ministral3())
+    plan = runtime.layers[0]
+    q, k = (torch.randn(100, n, plan.d_head) for n in (plan.n_q_heads, plan.n_kv_heads))
+    pack = lambda *ends: torch.tensor([0, *ends], dtype=torch.int32)
+    fp8.flash_attn_varlen_func(q, k, k, pack(50, 100), pack(50, 100), 50, 50, causal=True, plan=plan)
+    with pytest.raises(sigmascale.MismatchError, match="70 keys.*bounds for 64"):
+        fp8.flash_attn_varlen_func(q, k, k, pack(70, 100), pack(70, 100), 70, 70, causal=True, plan=plan)
 
 
 def test_weights_on_the_cpu_get_the_scales_of_their_checkpoint(tmp_path):

@@ -49,6 +49,9 @@ def kinds(batch, rows, keys):
     yield "of two dimensions", causal, 1
     yield "additive", torch.zeros(rows, keys).masked_fill(~causal, -torch.inf)[None, None], 1
     yield "additive with the least number", torch.zeros(rows, keys).masked_fill(~causal, torch.finfo().min), 1
+    for value in (-1e4, -1e9):
+        yield f"additive with {value}", torch.zeros(rows, keys).masked_fill(~causal, value), 1
+    yield "a copy for each head", causal.expand(batch, 4, rows, keys).clone(), 1
     yield "everything", torch.ones(batch, 1, rows, keys, dtype=torch.bool), 1
     yield "padded right, both ways", (key < lengths).expand(batch, 1, rows, keys), 1
     yield "padded right, causal", (key < lengths) & causal, 2
@@ -61,6 +64,8 @@ def kinds(batch, rows, keys):
         yield "packed windows", (causal & (key > row - 4) & (document[:, None] == document[None, :]))[None], 1
         yield "window on both sides", ((key - row).abs() <= 3).expand(batch, 1, rows, keys), 1
         yield "chunks", (causal & (row // 9 == key // 9))[None], 1
+        image = lambda x: (x >= 5) & (x < 11)
+        yield "text around an image", (causal | image(row) & image(key))[None], 3
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (5, 24), (1, 24)], ids=str)
@@ -69,7 +74,7 @@ def test_masks_that_are_dense_calls_are_recognised(shape):
     for name, mask, calls in kinds(3, *shape):
         out, reference = masked(q, k, v, mask)
         seen = (
-            (mask if mask.dtype == torch.bool else mask == 0).expand(3, 1, *shape).any(dim=3).transpose(1, 2)[..., None]
+            (mask if mask.dtype == torch.bool else mask == 0).expand(3, 4, *shape).any(dim=3).transpose(1, 2)[..., None]
         )
         assert error(out * seen, torch.where(seen, reference, 0.0)) < 0.03, name
         assert not (out * ~seen).any(), name
@@ -119,6 +124,34 @@ def test_gradients_go_through_masked_calls():
     assert all(error(a, b) < 0.08 for a, b in zip(ours, theirs))
 
 
+@pytest.mark.parametrize("shape", [(5, 24), (24, 5), (1, 24)], ids=str)
+@pytest.mark.parametrize("how", ["is_causal", "causal_upper_left", "causal_lower_right"])
+def test_causality_is_aligned_as_in_pytorch(how, shape):
+    if how == "causal_lower_right" and shape[0] > shape[1]:
+        pytest.skip("PyTorch's rows that see no key are NaN")
+    q, k, v = (x.transpose(1, 2) for x in operands(length=shape[0], keys=shape[1]))
+    given = {"is_causal": True} if how == "is_causal" else {"attn_mask": getattr(torch.nn.attention.bias, how)(*shape)}
+    out = fp8.scaled_dot_product_attention(q, k, v, **given, enable_gqa=True, plan=rows())
+    whole = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0] if how == "causal_lower_right" else 0)
+    assert error(out, masked(*(x.transpose(1, 2) for x in (q, k, v)), whole)[1].transpose(1, 2)) < 0.03
+
+
+def test_a_causal_bias_of_other_lengths_is_refused():
+    q, k, v = (x.transpose(1, 2) for x in operands())
+    bias = torch.nn.attention.bias.causal_lower_right(24, 30)
+    with pytest.raises(sigmascale.MismatchError, match="24 queries and 30 keys, and the call has 24 and 24"):
+        fp8.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True, plan=rows())
+
+
+def test_channels_may_have_any_stride_as_in_pytorch():
+    plain = [x.transpose(1, 2).requires_grad_() for x in operands()]
+    apart = [x.detach().mT.contiguous().mT.requires_grad_() for x in plain]
+    outs = [fp8.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True, plan=rows()) for x in (plain, apart)]
+    assert apart[0].stride(3) != 1 and torch.equal(*outs)
+    grads = [torch.autograd.grad(out.square().sum(), x) for out, x in zip(outs, (plain, apart))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
 def test_a_mask_is_read_again_when_it_changes(monkeypatch):
     q, k, v = operands()
     mask, reads = torch.ones(24, 24, dtype=torch.bool).tril(), []
@@ -135,8 +168,9 @@ def others():
     row, key = torch.arange(24)[:, None], torch.arange(24)[None, :]
     causal = key <= row
     yield "kind than causal", causal & (key != 5)
-    yield "kind than causal", causal & (key > row - 6 - row // 6)
-    yield "values for each head", causal.expand(3, 4, 24, 24).clone()
+    yield "kind than causal", causal & (key > row - 6 - row // 3)
+    yield "values for each head", causal & (key > row - torch.tensor([24, 24, 24, 3])[:, None, None])[None]
+    yield "kind than causal", torch.zeros(24, 24).masked_fill(~causal, -1e3)
     yield "does not fit", torch.ones(24, 23, dtype=torch.bool)
     yield "type torch.int64", torch.ones(24, 24, dtype=torch.int64)
     yield "kind than causal", torch.zeros(24, 24).masked_fill(~causal, -torch.inf) - 0.1 * (row - key)
@@ -382,6 +416,48 @@ def test_generation_with_padding_and_caches(cache):
         assert torch.equal(ours.sequences[:, 24], theirs.sequences[:, 24])
         assert error(torch.stack(ours.logits[:1]), torch.stack(theirs.logits[:1])) < 0.06
     assert runtime.calls[0].keys() == {"native"}
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_continuous_batching(window):
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    kind = {} if window is None else {"kind": "Mistral", "sliding_window": window}
+    made = model(num_key_value_heads=2, **kind)
+    runtime = planned(made)
+    prompts = [tokens(1)[0, :n].tolist() for n in (5, 20, 13)]
+    # Prompts are longer than a step, so some are cut.
+    sizes = ContinuousBatchingConfig(block_size=16, num_blocks=8, max_batch_tokens=16, max_requests_per_batch=4, return_logprobs=True)
+    options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def generated(m):
+        results = m.generate_batch(prompts, options, sizes).values()
+        assert not any(result.error for result in results)
+        return torch.tensor([result.logprobs[0] for result in results])
+
+    ours, theirs = both(made, generated)
+    assert not torch.equal(ours, theirs) and error(ours, theirs) < 0.1
+    assert runtime.calls[0].keys() == {"native"}
+    made.set_attn_implementation("paged|" + fp8.register())
+    with pytest.raises(sigmascale.ArgumentError, match="for generate_batch"):
+        made(tokens())
+
+
+@torch.no_grad()
+def test_tokens_behind_prompts_that_are_padded_on_the_right_in_a_static_cache():
+    from transformers import StaticCache
+
+    made, mask = model(num_key_value_heads=2), padding()
+    runtime = planned(made)
+    longer = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+
+    def decoded(m):
+        cache = StaticCache(config=m.config, max_cache_len=40)
+        m(tokens(), attention_mask=mask, past_key_values=cache)
+        place = longer.cumsum(dim=1)[:, -1:] - 1
+        return m(tokens()[:, :1], attention_mask=longer, position_ids=place, past_key_values=cache).logits
+
+    assert error(*both(made, decoded)) < 0.06 and runtime.calls[0] == {"native": 2}
 
 
 def test_training_steps_compiled_and_checkpointed_agree():

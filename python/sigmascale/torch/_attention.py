@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
@@ -221,8 +222,8 @@ def attend(
     _check(q, k, v, sequences)
     if isinstance(plan, LayerPlan) and plan.stabilise and not how.stabilise:
         how = dataclasses.replace(how, stabilise=True)
-    call = _resolve(q, k, v, plan, softmax_scale, how)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
+    call = _resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     window = _window(window, causal, *lengths)
     terms = Terms(causal, call.scale, window, _softcap(softcap), _sinks(sinks, q), sequences)
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
@@ -354,7 +355,8 @@ def _call(q, k, v, terms, call, how, rope=None):
     return out, lse
 
 
-def _resolve(q, k, v, plan, softmax_scale, how):
+def _resolve(q, k, v, plan, softmax_scale, how, keys):
+    """``keys``: of the longest sequence."""
     batch, n_kv = k.shape[0], k.shape[2]
     if isinstance(plan, LayerPlan):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
@@ -362,9 +364,9 @@ def _resolve(q, k, v, plan, softmax_scale, how):
                 f"the plan of {plan.name} has {plan.n_q_heads} query and {plan.n_kv_heads} KV heads of {plan.d_head}; the call "
                 f"has {q.shape[2]} and {n_kv} of {q.shape[3]}: pass the plan of this layer of this model"
             )
-        if plan.positions is not None and k.shape[1] > plan.positions:
+        if plan.positions is not None and keys > plan.positions:
             raise MismatchError(
-                f"the call has {k.shape[1]} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
+                f"the call has {keys} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
                 f"{plan.positions}"
             )
         if q.device != plan.words.device:
@@ -478,6 +480,22 @@ def _current(q, k, v):
     return (*rows, 2 * rows[2])
 
 
+def _once_each(name, x, plan):
+    """The KV heads of a layer whose module repeats them for its query heads, without the repetitions."""
+    group = plan.n_q_heads // plan.n_kv_heads
+    heads = x[:, ::group]
+    if not (_masks.readable(x) and torch.equal(heads.repeat_interleave(group, dim=1), x)):
+        raise MismatchError(
+            f"{name} has {x.shape[1]} heads, and {plan.name} has {plan.n_kv_heads} KV heads: give each once, with enable_gqa=True"
+        )
+    return heads
+
+
+def _by_channels(x):
+    """With the channels of a head side by side, as kernels read them."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -494,7 +512,9 @@ def scaled_dot_product_attention(
     fallback: Fallback = None,
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq,
-    d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
+    d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``. As in PyTorch,
+    ``is_causal`` aligns to the first query and the first key, and ``attn_mask`` may be a bias of
+    ``torch.nn.attention.bias``.
 
     Masks that are causal, windows, padding, or packed sequences are recognised as such. For that the values of a mask
     are read once, which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or
@@ -504,18 +524,34 @@ def scaled_dot_product_attention(
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
-    if key.shape[1] != query.shape[1] and not enable_gqa:
+    # PyTorch spreads a single head over the queries' without being told.
+    if key.shape[1] not in (1, query.shape[1]) and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")
+    if isinstance(plan, LayerPlan) and plan.n_kv_heads < key.shape[1] == query.shape[1] == plan.n_q_heads:
+        key, value = (_once_each(name, x, plan) for name, x in (("key", key), ("value", value)))
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask must be a tensor, (batch, heads, queries, keys), not {type(attn_mask).__name__}")
     if is_causal and attn_mask is not None:
         raise ArgumentError("give attn_mask or is_causal, not both")
-    if is_causal and query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            "is_causal with unequal lengths aligns to the first key in PyTorch and to the last here: use sigmascale.torch.attention"
-        )
+    queries, keys, to_first_key = query.shape[2], key.shape[2], is_causal
+    if isinstance(attn_mask, CausalBias):
+        # PyTorch's own description of a causal mask, a tensor without values.
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (queries, keys):
+            raise MismatchError(
+                f"attn_mask is a causal bias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, and the call has "
+                f"{queries} and {keys}: make it for these lengths"
+            )
+        to_first_key = attn_mask.variant == CausalVariant.UPPER_LEFT
+        attn_mask, is_causal = None, True
+    if to_first_key and queries < keys:
+        # Keys after the last query are not seen.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    elif to_first_key and queries > keys:
+        # Queries after the last key see all.
+        attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+        is_causal = False
     out, _ = attend(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        *(_by_channels(x).transpose(1, 2) for x in (query, key, value)),
         plan,
         causal=bool(is_causal),
         softmax_scale=scale,

@@ -53,6 +53,27 @@ def hugging_face(module, query, key, value, attention_mask, scaling=None, dropou
     return out.to(given), None
 
 
+def continuous(module, query, key, value, attention_mask=None, cache=None, **kwargs):
+    """The function behind ``attn_implementation="paged|sigmascale_fp8"``, which ``generate_batch`` sets: new keys and
+    values go into its cache, and those of each sequence come back packed."""
+    if cache is None:
+        raise ArgumentError(
+            "this attn_implementation is for generate_batch: call set_attn_implementation(sigmascale.torch.register()) for "
+            "other calls"
+        )
+    places = {name: kwargs[name] for name in ("read_index", "write_index")}
+    key, value = (x.transpose(0, 1)[None] for x in cache.update(key, value, module.layer_idx, **places))
+    kind = "sliding_attention" if kwargs.get("sliding_window") else "full_attention"
+    of_layer = lambda x: x[kind] if isinstance(x, dict) else x
+    lengths = {
+        "cu_seq_lens_q": kwargs["cu_seq_lens_q"],
+        "cu_seq_lens_k": of_layer(kwargs["cu_seq_lens_k"]),
+        "max_length_q": kwargs["max_seqlen_q"],
+        "max_length_k": of_layer(kwargs["max_seqlen_k"]),
+    }
+    return hugging_face(module, query, key, value, None, **(kwargs | lengths))
+
+
 def _placed(query, key, value, mask):
     """The operands, and their sequences from a mask that :func:`_mask` made."""
     *places, sound = mask[:, :, 0, 0]
@@ -64,8 +85,8 @@ def _placed(query, key, value, mask):
         return query, key, value, None
     order = getattr(mask, _ORDER, None)
     if order is not None:
-        # Of E4M3 as bytes.
-        taken = lambda x: x.gather(2, order[:, None, :, None].expand_as(x))
+        # Of E4M3 as bytes. A static cache has places behind the mask, which hold nothing yet.
+        taken = lambda x: x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
         key, value = (taken(x.view(torch.uint8)).view(E4M3) if x.dtype == E4M3 else taken(x) for x in (key, value))
     return query, key, value, Sequences(*places, *longest)
 
@@ -77,6 +98,8 @@ def register(name: str = "sigmascale_fp8", *, padding: Literal["right"] | None =
     with padding on either side, packed sequences, sliding windows, soft-caps and sinks, generation with growing and
     static caches, encoders and cross-attention. Padding and lengths stay on the device. Calls that no FP8 kernel
     supports (dropout, other masks) are refused, or run in PyTorch's attention after ``attach(..., fallback="bf16")``.
+    ``generate_batch`` takes ``"paged|" + name``; given ``name`` alone it prefers FlashAttention where that is installed.
+    Of a model with a vision or audio part, ``set_attn_implementation({"text_config": name})`` leaves that part as it is.
 
     Padding rows are zero. Under ``torch.compile`` and CUDA graph capture the values of a mask cannot be read: padding
     must then be on one side of each sequence, and a sequence with interior padding becomes NaN. So does a compiled
@@ -101,6 +124,7 @@ def register(name: str = "sigmascale_fp8", *, padding: Literal["right"] | None =
         return places if known else sdpa_mask(**kwargs)
 
     AttentionInterface.register(name, hugging_face)
+    AttentionInterface.register(f"paged|{name}", continuous)
     AttentionMaskInterface.register(name, mask)
     return name
 

@@ -505,7 +505,13 @@ def _table(model, units):
             "layers=[sigmascale.torch.Layer(...), ...]"
         )
     text = config.to_json_string(use_diff=False)
-    layout = json.loads(_native.layout(text, type(model).__name__))
+    try:
+        layout = json.loads(_native.layout(text, type(model).__name__))
+    except UnsupportedError:
+        inner = _text_model(model)
+        if inner is None:
+            raise
+        return _table(inner, units)
     spec = layout["spec"]
     modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
     parameters = {}
@@ -547,6 +553,17 @@ def _table(model, units):
         for index, names in enumerate(layout["layers"])
         if any(f"{names[key]['name']}.weight" in here for key in "qkv")
     ]
+
+
+def _text_model(model):
+    """The text model inside a model that the table does not have (LLaVA and the like), or None. Its layers are those of
+    its own class, whatever is around them."""
+    config = getattr(model.config, "text_config", None)
+    kind = getattr(config, "model_type", None)
+    if kind is None or kind == model.config.model_type:
+        return None
+    inside = (module for module in model.modules() if module is not model)
+    return next((module for module in inside if getattr(module, "config", None).__class__ is config.__class__), None)
 
 
 def _largest_factor(growth):
@@ -630,10 +647,13 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
     rope = None if qk_norm and qk_norm["behind_rotation"] else spec["rope"][index]
     q_norm = k_norm = None
     if names["qk_norm"] is not None:
-        if any("{h}" in name for name in names["qk_norm"]):
-            raise UnsupportedError("norms of q and k with a tensor for each head are not read on the GPU")
-        if qk_norm["shift"]:
-            raise UnsupportedError("norms of q and k with a shift are not read on the GPU")
+        apart = any("{h}" in name for name in names["qk_norm"])
+        if apart or qk_norm["shift"]:
+            raise UnsupportedError(
+                f"family {spec['family']} has norms of q and k with {'a tensor for each head' if apart else 'a shift'}, which "
+                "attach() does not support: take its descales from sigmascale.calibrate(), and pass them to "
+                "sigmascale.torch.attention() in place of a plan"
+            )
         q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
     elif qk_norm is not None:
         # A norm without gains.

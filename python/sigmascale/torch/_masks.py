@@ -14,8 +14,11 @@ from ._terms import Sequences, readable
 
 # Rows that a sequence must have on average: more sequences than that are no padding and no packing.
 _ROWS = 16
-# Calls that one mask may take.
-_CALLS = 2
+# Calls that one mask may take. Text around an image whose tokens see each other (Gemma 3) takes three.
+_CALLS = 3
+# An additive mask hides keys by numbers of at most this. Models that do not hide by -inf take -1e4 or less, which is -9984 in
+# bfloat16: beside logits that are thousands larger the weight of a key is zero.
+_HIDES = -9000.0
 
 
 def once(x, what, read):
@@ -46,7 +49,7 @@ def _read(mask, batch, len_q, len_k):
     if mask.dim() not in (2, 3, 4):
         return f"an attention mask of shape {tuple(mask.shape)} is not (batch, heads, queries, keys)"
     mask = mask[(None,) * (4 - mask.dim())]
-    if mask.shape[1] > 1 and mask.stride(1) != 0:
+    if mask.shape[1] > 1 and mask.stride(1) != 0 and not torch.equal(mask, mask[:, :1].expand_as(mask)):
         return "an attention mask with its own values for each head is not supported in FP8"
     try:
         mask = mask[:, 0].expand(mask.shape[0], len_q, len_k)
@@ -57,7 +60,7 @@ def _read(mask, batch, len_q, len_k):
         if not mask.is_floating_point():
             return f"an attention mask of type {mask.dtype} is not supported in FP8: give it as bool"
         seen = mask == 0
-        known = (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()
+        known = (seen | (mask <= _HIDES)).all()
     bits = seen.to(torch.uint8)
     count, start = bits.sum(dim=2, dtype=torch.int64), bits.argmax(dim=2)
     stop = torch.where(count > 0, len_k - bits.flip(2).argmax(dim=2), 0)
@@ -66,11 +69,14 @@ def _read(mask, batch, len_q, len_k):
     *bounds, fine = torch.cat([start.flatten(), stop.flatten(), known[None].to(torch.int64)]).tolist()
     bounds = np.array(bounds).reshape(2, mask.shape[0], len_q)
     # Rows behind a causal text may belong to its window, or see all of it.
+    ways = []
     for whole in (True, False) if fine else ():
         pieces = [_pieces(*bounds[:, row], whole) for row in range(mask.shape[0])]
-        groups = _grouped(pieces * (batch // mask.shape[0]), len_q, len_k)
-        if len(groups) <= _CALLS and all(len(each) <= max(8, len_q // _ROWS) for each in pieces):
-            return [group.call(batch, len_q, len_k, mask.device) for group in groups]
+        if all(len(each) <= max(8, len_q // _ROWS) for each in pieces):
+            ways.append(_grouped(pieces * (batch // mask.shape[0]), len_q, len_k))
+    groups = min(ways, key=len, default=None)
+    if groups is not None and len(groups) <= _CALLS:
+        return [group.call(batch, len_q, len_k, mask.device) for group in groups]
     return "an attention mask of another kind than causal, window, padding or packed sequences is not supported in FP8"
 
 

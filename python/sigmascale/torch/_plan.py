@@ -148,7 +148,8 @@ def plan_of_module(module):
             return plan
     raise ArgumentError(
         f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what it "
-        "returns"
+        "returns. It covers text layers; for a model with a vision or audio part write "
+        "model.set_attn_implementation({'text_config': sigmascale.torch.register()})"
     )
 
 
