@@ -372,6 +372,25 @@ def test_weights_made_whole_for_an_export():
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.parametrize("above", ["block", "model"])
+@distributed(2)
+def test_weights_in_units_inside_units_made_whole_for_an_export(above):
+    """The norm lies in the unit above, which only its own forward makes whole."""
+    mesh, model = mesh_of(2), llama()
+    for block in blocks(model):
+        fully_shard(block.self_attn, mesh=mesh, mp_policy=BF16)
+        if above == "block":
+            fully_shard(block, mesh=mesh, mp_policy=BF16)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+    runtime = attach(model)
+    for _ in range(2):
+        runtime.refresh(now=True)
+        assert torch.equal(runtime.descales, expected(llama()).descales)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        # Training goes on.
+        run(model, inputs(model)).backward()
+
+
 @distributed(2)
 def test_weights_written_from_outside():
     """load_state_dict and writes to the local shard leave no trace that could be seen; refresh() says so."""
