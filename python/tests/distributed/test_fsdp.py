@@ -481,6 +481,23 @@ def test_stale_plans_are_refused():
 
 
 @distributed(2)
+def test_logit_bounds_of_other_weights_are_not_given():
+    mesh, model = mesh_of(2), llama()
+    shard(model, mesh)
+    runtime = attach(model, bound="worst-case")
+    with pytest.raises(sigmascale.SigmascaleError, match="not those of its weights yet"):
+        fp8.max_logit_bound(runtime)
+    run(model, inputs(model)).backward()
+    before = fp8.max_logit_bound(runtime)[0]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    runtime.refresh()
+    with pytest.raises(sigmascale.SigmascaleError, match=r"refresh\(now=True\) on all ranks"):
+        fp8.max_logit_bound(runtime)
+    runtime.refresh(now=True)
+    assert (fp8.max_logit_bound(runtime)[0] != before).any()
+
+
+@distributed(2)
 def test_projections_in_units_of_their_own_are_refused():
     mesh = mesh_of(2)
     model = llama()
