@@ -250,7 +250,9 @@ pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
             (Some(_), Record::Run(_)) => {
                 return Err(Error::format(
                     path,
-                    format_args!("line {number} is a second line of kind \"run\": split the file there, a record is of one run"),
+                    format_args!(
+                        "line {number} is a second line of kind \"run\": split the file there, a record is of one run"
+                    ),
                 ));
             }
             (Some(run), record) => {
@@ -266,7 +268,9 @@ pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
 
 /// What is wrong with a record in another format.
 pub(crate) fn later(format: u32) -> String {
-    format!("expected format {FORMAT}, got {format}: read it with the version of sigmascale that wrote it, or a later one")
+    format!(
+        "expected format {FORMAT}, got {format}: read it with the version of sigmascale that wrote it, or a later one"
+    )
 }
 
 impl History {

@@ -93,7 +93,10 @@ fn a_record_without_steps_is_said_to_have_none() {
     let begun = std::fs::read_to_string(&file).unwrap().lines().next().unwrap().to_owned() + "\n";
     std::fs::write(&file, begun).unwrap();
     let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
-    assert!(table.contains("no alarm was raised, since the record has no step yet.") && !table.contains("calm"), "{table}");
+    assert!(
+        table.contains("no alarm was raised, since the record has no step yet.") && !table.contains("calm"),
+        "{table}"
+    );
 }
 
 #[test]
@@ -185,10 +188,14 @@ fn checkpoints_without_steps_have_no_rate_and_the_odd_one_is_named_beside_the_fi
         assert_eq!(json(&[&asked[..], &["--json"]].concat())["last_step"], 1);
     }
     let config = paths[1].join("config.json");
-    let other = std::fs::read_to_string(&config).unwrap().replace(r#""num_hidden_layers": 6"#, r#""num_hidden_layers": 5"#);
+    let other =
+        std::fs::read_to_string(&config).unwrap().replace(r#""num_hidden_layers": 6"#, r#""num_hidden_layers": 5"#);
     std::fs::write(&config, other).unwrap();
     let (_, message) = failure(&["diagnose", text(&paths[1]), text(&paths[0])]);
-    assert!(message.contains("checkpoint-200: its layers and heads are not those of") && message.contains("checkpoint-100:"));
+    assert!(
+        message.contains("checkpoint-200: its layers and heads are not those of")
+            && message.contains("checkpoint-100:")
+    );
 }
 
 #[test]
