@@ -15,6 +15,7 @@ import torch
 from .._arguments import count, positive, share
 from .._errors import ArgumentError, MismatchError, SigmascaleError
 from . import _window
+from ._distributed import is_dtensor
 from ._points import Point
 from ._runtime import Runtime
 
@@ -360,7 +361,13 @@ class Guard:
 def _gradient_norm(optimizer):
     """Of all gradients that the optimizer has here; zero without any."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads) if grads else 0.0
+    # PyTorch takes neither those of several meshes together nor DTensors with others.
+    meshes = {}
+    for grad in grads:
+        meshes.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(each) for each in meshes.values()]
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
+    return torch.stack(norms).norm() if norms else 0.0
 
 
 def _set_rate(group, rate):
