@@ -313,6 +313,8 @@ def compute_now(layers, compute):
 def _whole(unit):
     """Makes a unit whole for a block; a collective."""
     if isinstance(unit, _loaded("torch.distributed.fsdp", "FSDPModule")):
+        # One that a forward has left whole has the weights of that forward.
+        unit.reshard()
         unit.unshard()
         try:
             yield

@@ -392,6 +392,29 @@ def test_weights_in_units_inside_units_made_whole_for_an_export(above):
 
 
 @distributed(2)
+def test_weights_that_an_evaluation_left_whole_are_gathered_anew():
+    """The outermost unit stays whole after a forward without a backward, with the weights of that time."""
+    mesh = mesh_of(2)
+    model = fully_shard(llama(), mesh=mesh, mp_policy=BF16)
+    runtime = attach(model)
+    run(model, inputs(model)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        run(model, inputs(model))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    optimizer.step()
+    runtime.refresh(now=True)
+    whole = llama()
+    whole.load_state_dict(full(model))
+    reference = expected(whole)
+    assert torch.equal(runtime.descales, reference.descales)
+    # So are those of the next forward.
+    runtime.refresh()
+    run(model, inputs(model))
+    assert torch.equal(runtime.descales, reference.descales)
+
+
+@distributed(2)
 def test_weights_written_from_outside():
     """load_state_dict and writes to the local shard leave no trace that could be seen; refresh() says so."""
     mesh = mesh_of(2)
