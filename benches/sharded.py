@@ -12,21 +12,26 @@
                  all-reduce; on which stream scales are computed, and between which kernels
     graph        forward and backward in one CUDA graph, replayed over three optimizer steps: descales equal to one
                  device's
+    forward      the same of a forward without gradients, over three changes of the weights
     overhead     time of a BF16 training step with and without refresh(), which computes all scales; and with an
                  all-reduce of 3 KB per microbatch
     ring         attention over a sequence on all ranks: keys and values in E4M3, beside PyTorch's ring in BF16: time
                  and error
 
 On GPUs over NCCL; without one on the CPU over gloo, with small sizes, which tries the script and measures nothing.
-Each test prints a line of JSON, and fails with an error where something is not equal.
+Each test prints a line of JSON, with `failed` in place of `found` where something is not equal or raises an exception; the tests
+after it run all the same. What hangs ends after a minute.
 """
 
 import argparse
+import datetime
 import functools
+import gc
 import hashlib
 import json
 import os
 import statistics
+import sys
 import time
 
 import torch
@@ -62,6 +67,7 @@ def device():
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
 
 
+@functools.cache
 def mesh():
     return init_device_mesh(device().type, (dist.get_world_size(),))
 
@@ -83,7 +89,8 @@ def split(model):
 
 def attach(model, **options):
     runtime = fp8.attach(model, backend="native" if model.device.type == "cuda" else "emulated", **options)
-    model.set_attn_implementation(fp8.register())
+    # Nothing is padded or packed, which a capture cannot look for.
+    model.set_attn_implementation(fp8.register(padding="right"))
     return runtime
 
 
@@ -132,7 +139,8 @@ def norms_in_f64(whole):
         k = (a.k_proj.weight.double() * gain).unflatten(0, (-1, a.head_dim))
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
         product = (q @ q.mT) @ (k @ k.mT)
-        rows.append(torch.linalg.eigvals(product).real.amax(dim=1).sqrt())
+        # On the CPU: not every build of PyTorch has these eigenvalues on a GPU.
+        rows.append(torch.linalg.eigvals(product.cpu()).real.amax(dim=1).sqrt().to(product.device))
     return torch.stack(rows)
 
 
@@ -258,8 +266,11 @@ def collectives(policy):
     names = [event.name for event in events if event.name.startswith("c10d::")]
     kernels = [e for e in events if CUDA and e.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda event: event.time_range.start)
-    nccl = sum(event.name.startswith("nccl") for event in kernels)
+    # NCCL names its kernels ncclDevKernel_..; nccl:.. are the ranges around them.
+    nccl = sum("ncclDevKernel" in event.name for event in kernels)
     scales = [event for event in kernels if event.name.startswith("scale_")]
+    if CUDA and policy == "geometry" and not scales:
+        raise SystemExit(f"no kernel of scales among {sorted({event.name for event in kernels})}")
     between = None
     if scales:
         (stream,) = {event.device_resource_id for event in scales}
@@ -286,34 +297,75 @@ def test_collectives():
     return found
 
 
+def join(model):
+    """Has the current stream wait for those of FSDP that its capture has reached."""
+    shared, current = model._get_fsdp_state()._comm_ctx, torch.cuda.current_stream()
+    for stream in (x for x in vars(shared).values() if isinstance(x, torch.cuda.Stream)):
+        with torch.cuda.stream(stream):
+            reached = torch.cuda.is_current_stream_capturing()
+        if reached and stream != current:
+            current.wait_stream(stream)
+
+
 def test_graph():
+    return replayed(True)
+
+
+def test_forward():
+    return replayed(False)
+
+
+def replayed(gradients):
+    """Descales of three replays of a captured step, or of its forward alone, each after a change of the weights."""
     if not CUDA:
         return "needs a GPU"
     make = functools.partial(llama, *SMALL)
     model = shard(make())
     runtime = attach(model)
     optimizer, batch, side = adamw(model), tokens(2, 128, dist.get_rank()), torch.cuda.Stream()
+
+    def step():
+        with torch.set_grad_enabled(gradients):
+            loss = model(batch, labels=batch).loss
+        if gradients:
+            loss.backward()
+
+    def change():
+        if gradients:
+            return optimizer.step()
+        # Without a backward the root of the model keeps its gathered weights.
+        model.reshard()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().mul_(1.01)
+
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            backward(model, batch)
-            optimizer.step()
+            step()
+            change()
             optimizer.zero_grad()
             runtime.refresh()
     torch.cuda.current_stream().wait_stream(side)
     synchronize()
     graph = torch.cuda.CUDAGraph()
+    # Of one thread: NCCL's watchdog asks for events in another.
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        backward(model, batch)
+        step()
+        join(model)
     seen = set()
-    for _ in range(3):
-        graph.replay()
-        synchronize()
-        equal(runtime.descales, attach(whole_of(model, make, torch.bfloat16)).descales, "descales of a replay")
-        seen.add(hashlib.sha256(runtime.descales.cpu().numpy().tobytes()).hexdigest())
-        optimizer.step()
+    try:
+        for _ in range(3):
+            graph.replay()
+            synchronize()
+            equal(runtime.descales, attach(whole_of(model, make, torch.bfloat16)).descales, "descales of a replay")
+            seen.add(hashlib.sha256(runtime.descales.cpu().numpy().tobytes()).hexdigest())
+            change()
+    finally:
+        # Before the process group, whose communicators the graph uses.
+        graph.reset()
     if len(seen) != 3:
-        raise SystemExit("the weights of three steps gave the same descales")
+        raise SystemExit("three states of the weights gave the same descales")
     return {"replays": 3, "equal": True}
 
 
@@ -333,7 +385,8 @@ def median_of(step, rounds):
 
 def test_overhead():
     sharded, length = dist.get_world_size() > 1, 8192 if CUDA else 32
-    layers = (12 if sharded else 8) if CUDA else 2
+    # 1.7 billion parameters: with f32 weights, gradients and moments on two ranks, and activations, 45 GB a GPU.
+    layers = 8 if CUDA else 2
     model = llama(*LLAMA_8B, layers)
     model = shard(model) if sharded else model.bfloat16()
     # Attention stays PyTorch's in BF16: what is measured is the scales alone.
@@ -380,34 +433,30 @@ def reference(q, k, v, rows):
     return torch.stack(out, dim=1)
 
 
-def pytorchs_ring(parts, heads, grad):
-    """PyTorch's own in BF16, with its own order of the sequence; None where it does not take the call."""
+def pytorchs_ring(parts, heads, grad, backend):
+    """PyTorch's own in BF16, with its own order of the sequence: what it took and gave, or why it does not take the call."""
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    repeat = heads[0] // heads[1]
+    from torch.nn.attention import sdpa_kernel
 
     def run(gradients, repeated):
-        own = [x.detach().clone().requires_grad_(gradients) for x in parts]
-        q, k, v = own
+        q, k, v = own = [x.detach().clone().requires_grad_(gradients) for x in parts]
         if repeated:
-            k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+            k, v = (x.repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
+        with sdpa_kernel([backend]):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeated)
         if gradients:
             out.backward(grad)
+            assert all(x.grad is not None for x in own)
         return out
 
     # Within the context buffers are shared out in place: a dummy is, the parts are this rank's already.
+    dummy = torch.zeros(4 * dist.get_world_size(), device=device())
     for repeated in (False, True):
         try:
-            with context_parallel(
-                mesh(), buffers=[torch.zeros(4 * dist.get_world_size(), device=device())], buffer_seq_dims=[0]
-            ):
+            with context_parallel(mesh(), buffers=[dummy], buffer_seq_dims=[0]):
                 run(True, repeated)
-                forward = median_of({"forward": lambda: run(False, repeated)}, 10)
-                both = median_of({"both": lambda: run(True, repeated)}, 10)
-                return forward | both | {"kv_heads_repeated": repeated}, run(False, repeated).detach()
+                ways = {"forward": lambda: run(False, repeated), "both": lambda: run(True, repeated)}
+                return median_of(ways, 10) | {"kv_heads_repeated": repeated}, run(False, repeated).detach()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return {"refused": reason}, None
@@ -442,11 +491,15 @@ def test_ring():
     error = lambda x: ((x[0, rows].double() - exact).norm() / exact.norm()).item()
     found["e4m3"] = ours | {"error": error(out), "bytes_sent_forward": (ranks - 1) * 2 * own[1].numel()}
     if CUDA:
+        from torch.nn.attention import SDPBackend
+
         # Heads before the sequence; rank r has chunks r and 2n - 1 - r there as well.
-        theirs, other = pytorchs_ring([x.transpose(1, 2).contiguous() for x in own], heads, grad.transpose(1, 2))
-        if other is not None:
-            theirs |= {"error": error(other.transpose(1, 2)), "bytes_sent_forward": (ranks - 1) * 4 * own[1].numel()}
-        found["bf16_pytorch"] = theirs
+        parts, grads = [x.transpose(1, 2).contiguous() for x in own], grad.transpose(1, 2).contiguous()
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            theirs, other = pytorchs_ring(parts, heads, grads, backend)
+            if other is not None:
+                theirs |= {"error": error(other.transpose(1, 2)), "bytes_sent_forward": (ranks - 1) * 4 * own[1].numel()}
+            found["bf16_pytorch_" + backend.name.removesuffix("_ATTENTION").lower()] = theirs
     if error(out) > 0.1:
         raise SystemExit(f"ring attention is not attention over the whole sequence: {found}")
     return found
@@ -455,25 +508,44 @@ def test_ring():
 TESTS = {name.removeprefix("test_"): function for name, function in list(globals().items()) if name.startswith("test_")}
 
 
+def tried(name):
+    """What a test found, or how it failed here."""
+    try:
+        return {"found": TESTS[name]()}
+    except (Exception, SystemExit) as error:
+        reason = str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        print(f"rank {dist.get_rank()}: {name}: {reason}", file=sys.stderr, flush=True)
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return {"failed": reason}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="+", choices=list(TESTS), metavar="TEST", help=", ".join(TESTS))
     tests = parser.parse_args().tests
     if CUDA:
         torch.cuda.set_device(device())
-    dist.init_process_group("nccl" if CUDA else "gloo", device_id=device() if CUDA else None)
-    first = dist.get_rank() == 0
+    minute = datetime.timedelta(seconds=60)
+    dist.init_process_group("nccl" if CUDA else "gloo", device_id=device() if CUDA else None, timeout=minute)
+    # Ranks agree over the CPU, also after a test that left some of them in a collective of NCCL.
+    control, failures = dist.new_group(backend="gloo", timeout=minute), 0
     for name in tests:
-        start = time.time()
-        row = {"test": name, "ranks": dist.get_world_size(), "found": TESTS[name]()}
+        start, every = time.time(), [None] * dist.get_world_size()
+        dist.all_gather_object(every, tried(name), group=control)
+        failed = [one for one in every if "failed" in one]
+        failures += bool(failed)
+        row = {"test": name, "ranks": dist.get_world_size()} | (failed or every)[0]
         row |= {"device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": torch.__version__}
-        if first:
+        if dist.get_rank() == 0:
             print(json.dumps(row | {"seconds": round(time.time() - start, 1)}), flush=True)
+        gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
+    dist.barrier(group=control)
     dist.destroy_process_group()
+    sys.exit(failures > 0)
 
 
 if __name__ == "__main__":

@@ -246,11 +246,16 @@ pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
         match (&run, record) {
             (None, Record::Run(first)) if first.format == FORMAT => run = Some(first),
             (None, Record::Run(first)) => {
-                return Err(Error::format(path, format_args!("expected format {FORMAT}, got {}", first.format)));
+                return Err(Error::format(path, later(first.format)));
             }
             (None, _) => return Err(Error::format(path, r#"expected a first line of kind "run""#)),
             (Some(_), Record::Run(_)) => {
-                return Err(Error::format(path, format_args!("line {number} is a second line of kind \"run\"")));
+                return Err(Error::format(
+                    path,
+                    format_args!(
+                        "line {number} is a second line of kind \"run\": split the file there, a record is of one run"
+                    ),
+                ));
             }
             (Some(run), record) => {
                 if let Record::Layer(layer) = &record {
@@ -261,6 +266,13 @@ pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
         }
     }
     Ok((run.ok_or_else(|| Error::format(path, "the file is empty: expected a record of a run"))?, records))
+}
+
+/// What is wrong with a record in another format.
+pub(crate) fn later(format: u32) -> String {
+    format!(
+        "expected format {FORMAT}, got {format}: read it with the version of sigmascale that wrote it, or a later one"
+    )
 }
 
 impl History {

@@ -86,6 +86,20 @@ fn a_calm_run_exits_with_0_and_its_limit_is_an_option() {
 }
 
 #[test]
+fn a_record_without_steps_is_said_to_have_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("run.jsonl");
+    record(&file, false);
+    let begun = std::fs::read_to_string(&file).unwrap().lines().next().unwrap().to_owned() + "\n";
+    std::fs::write(&file, begun).unwrap();
+    let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
+    assert!(
+        table.contains("no alarm was raised, since the record has no step yet.") && !table.contains("calm"),
+        "{table}"
+    );
+}
+
+#[test]
 fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.jsonl");
@@ -97,6 +111,7 @@ fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
         (vec!["diagnose", text(&file), TINY_LLAMA], 2, "one record of a run, or only checkpoints"),
         (vec!["diagnose", TINY_LLAMA], 2, "pass two or more checkpoints"),
         (vec!["diagnose", "absent.jsonl"], 3, "absent.jsonl: cannot read"),
+        (vec!["diagnose", TINY_LLAMA, "checkpoint-7"], 3, "checkpoint-7: cannot read"),
         (vec!["diagnose", concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")], 3, "line 1 is not a record of a run"),
     ] {
         let (got, message) = failure(&args);
@@ -157,6 +172,30 @@ fn the_head_that_grows_over_checkpoints_is_found_and_only_with_its_rate() {
     assert!(calm["heads"][9]["growth"].is_null() && calm["heads"][9]["w_q"]["per_step"].as_f64().unwrap() > 0.07);
     let table = String::from_utf8(sigmascale(&["diagnose", paths[0], paths[1]]).stdout).unwrap();
     assert!(table.contains("Growth was not judged: pass --lr"), "{table}");
+}
+
+#[test]
+fn checkpoints_without_steps_have_no_rate_and_the_odd_one_is_named_beside_the_first() {
+    let (_folders, mut paths) = series(0.06);
+    let last = paths[2].with_file_name("final");
+    std::fs::rename(&paths[2], &last).unwrap();
+    paths[2] = last;
+    let rate = ["--lr", "1e-3"];
+    for paths in [[&paths[0], &paths[2]], [&paths[0], &paths[0]]] {
+        let asked = ["diagnose", text(paths[0]), text(paths[1])];
+        let (code, message) = failure(&[&asked[..], &rate].concat());
+        assert!(code == 2 && message.contains("names of checkpoints end in their steps"), "{message}");
+        assert_eq!(json(&[&asked[..], &["--json"]].concat())["last_step"], 1);
+    }
+    let config = paths[1].join("config.json");
+    let other =
+        std::fs::read_to_string(&config).unwrap().replace(r#""num_hidden_layers": 6"#, r#""num_hidden_layers": 5"#);
+    std::fs::write(&config, other).unwrap();
+    let (_, message) = failure(&["diagnose", text(&paths[1]), text(&paths[0])]);
+    assert!(
+        message.contains("checkpoint-200: its layers and heads are not those of")
+            && message.contains("checkpoint-100:")
+    );
 }
 
 #[test]

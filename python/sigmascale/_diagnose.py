@@ -36,7 +36,7 @@ def diagnose(run: Path | Iterable[Path], *, lr: float | None = None, **options: 
 
     ``run`` is the record that :class:`sigmascale.torch.Monitor` writes, or an iterable of two or more checkpoints of
     one run (folders or ``.safetensors`` files, ordered by the number at the end of their names). ``lr``: the learning
-    rate between the checkpoints, without which their growth is not judged.
+    rate between the checkpoints, without which their growth is not judged; it needs these numbers.
 
     ``options`` are thresholds of the alarms: ``logit_limit`` (1000), ``growth`` (0.3), ``window`` (24 records),
     ``hold`` (3 records), ``repeated`` (0.1), ``bias`` (1e-4), ``false_alarms`` (1e-6), ``entropy`` (0.02 nats),

@@ -153,6 +153,40 @@ def test_a_loss_spike_is_restored_and_one_batch_is_not():
     assert all(off.guard.step(loss, 1.0) for loss in [2.0, 2.001] * 100 + [50.0] * 5)
 
 
+def test_losses_that_hardly_vary_have_no_spikes():
+    run = Run(patience=1)
+    for number in range(150):
+        run.guard.step(2.0, 1.0)
+    # The next value in BF16.
+    assert run.guard.step(2.015625, 1.0) and run.guard.step(2.0 + 1e-9, 1.0) and run.events == []
+    assert not run.guard.step(2.1, 1.0) and run.events == ["spike", "restore", "lower-rate"]
+
+
+def test_points_from_before_parameters_were_added_are_passed_over():
+    run = Run(every=2, points=2)
+    for number in range(3):
+        run.step(number)
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    for number in range(3, 5):
+        run.step(number)
+    first, second = run.guard._points
+    assert (first.step, second.step) == (2, 4)
+    before = run.model.lm_head.weight.clone()
+    run.step(5)
+    run.step(6, bad=True)
+    run.step(7, bad=True)
+    assert run.guard.restored == 1 and list(run.guard._points) == [second]
+    assert not torch.equal(run.model.lm_head.weight, before)
+    # Where no point fits, each failure says so, and healthy steps go on.
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    run.step(8, bad=True)
+    with pytest.raises(sigmascale.MismatchError, match="other parameters than at the restore point"):
+        run.step(9, bad=True)
+    run.optimizer.zero_grad()
+    run.step(10)
+    assert not run.guard.skipped
+
+
 def test_points_are_kept_apart_and_the_oldest_is_restored():
     run = Run(points=2, every=2)
     for step in range(6):

@@ -428,6 +428,45 @@ def test_the_trainer_records_its_run(run, tmp_path):
     assert not torch.equal(before, runtime.descales) and callback.monitor is None
 
 
+def test_scales_are_those_of_weights_that_the_trainer_loads(run, tmp_path):
+    """Those of a checkpoint from which it goes on, and of the best one at the end."""
+    pytest.importorskip("accelerate")
+    import transformers
+
+    made, runtime, path = run
+    data = [{"input_ids": batch(i)[0], "labels": batch(i)[0]} for i in range(16)]
+    options = dict(output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, learning_rate=0.05)
+    options |= dict(report_to=[], use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=1, save_steps=1)
+
+    class Trainer(transformers.Trainer):
+        def evaluate(self, *_, **__):
+            # The earlier, the better.
+            return {"eval_loss": float(self.state.global_step)}
+
+    trained_by = lambda net, callback, data, **more: Trainer(
+        net, transformers.TrainingArguments(**options | more), train_dataset=data, eval_dataset=data, callbacks=[callback]
+    )
+    trained_by(made, fp8.TrainerMonitor(runtime, path, every=1), data, max_steps=2).train()
+    trained_to = runtime.descales.clone()
+
+    class First(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            seen.append(again.descales.clone())
+
+    seen, other = [], model()
+    again = fp8.attach(other, bound="certain")
+    assert not torch.equal(again.descales, trained_to)
+    callback = fp8.TrainerMonitor(again, path, every=1, resume=True)
+    trainer = trained_by(other, callback, data, max_steps=4, load_best_model_at_end=True)
+    trainer.add_callback(First())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert len(seen) == 2 and torch.equal(seen[0], trained_to)
+    assert trainer.state.best_model_checkpoint.endswith("-3")
+    now = again.descales.clone()
+    again.refresh()
+    assert torch.equal(now, again.descales)
+
+
 def test_scalars_leave_out_what_is_not_finite():
     layer = {"kind": "layer", "step": 3, "layer": 7, "w_q": [None, 1.0], "delta_bias": [-3.0, 2.0], "sigma": [None]}
     found = _sinks.scalars({"kind": "step", "step": 3, "loss": math.nan}, [layer])

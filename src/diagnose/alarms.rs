@@ -8,7 +8,7 @@ use super::options::Options;
 use super::training::Training;
 use super::trend::{Signs, Turn};
 use crate::error::{Error, Result};
-use crate::history::{Event, FORMAT, LayerRecord, Operands, Record, RunInfo, StepRecord};
+use crate::history::{Event, FORMAT, LayerRecord, Operands, Record, RunInfo, StepRecord, later};
 
 /// Fewest points of the growth of W_Q.
 const POINTS: usize = 6;
@@ -88,7 +88,7 @@ impl Alarms {
     pub fn from_line(line: &str, options: Options) -> Result<Self> {
         match Record::parse(line)? {
             Record::Run(run) if run.format == FORMAT => Self::new(run, options),
-            Record::Run(run) => Err(Error::mismatch(format_args!("expected format {FORMAT}, got {}", run.format))),
+            Record::Run(run) => Err(Error::mismatch(later(run.format))),
             _ => Err(Error::mismatch("expected a first line of kind \"run\"")),
         }
     }

@@ -17,10 +17,10 @@ const MARGIN: f64 = 1e-9;
 /// `lr` as the learning rate between them where it is given. `each` is called after every layer.
 ///
 /// The step of a checkpoint is the number at the end of its name, as in `checkpoint-500`. Checkpoints are sorted by it.
-/// Where a name has none, or two have the same, all count from 0 in the order given.
+/// Where a name has none, or two have the same, all count from 0 in the order given, and `lr` is refused.
 ///
 /// # Errors
-/// `is_argument` for fewer than two; `is_mismatch` where layers or heads differ; otherwise as [`Checkpoint::open`] and
+/// `is_argument` for fewer than two, and for `lr` without steps; `is_mismatch` where layers or heads differ; otherwise as [`Checkpoint::open`] and
 /// where weights cannot be bounded.
 pub fn read_checkpoints<P: AsRef<Path>>(
     paths: &[P],
@@ -38,10 +38,17 @@ pub fn read_checkpoints<P: AsRef<Path>>(
     let mut series: Vec<(u64, &Path)> = paths.iter().map(AsRef::as_ref).map(|path| (step_of(path), path)).collect();
     series.sort_by_key(|(step, _)| *step);
     if series.iter().any(|(step, _)| *step == u64::MAX) || series.windows(2).any(|pair| pair[0].0 == pair[1].0) {
+        if lr.is_some() {
+            return Err(Error::argument(
+                "with lr, names of checkpoints end in their steps, all different, as in checkpoint-500: growth is judged \
+                 by the steps between them",
+            ));
+        }
         series = (0..).zip(paths.iter().map(AsRef::as_ref)).collect();
     }
     let mut run = RunInfo { format: FORMAT, source: "checkpoints".into(), ..RunInfo::default() };
     let mut records = Vec::new();
+    let earliest = series[0].1;
     for (step, path) in series {
         let checkpoint = Checkpoint::open(path)?;
         let spec = checkpoint.spec();
@@ -64,7 +71,7 @@ pub fn read_checkpoints<P: AsRef<Path>>(
             return Err(Error::mismatch(format_args!(
                 "{}: its layers and heads are not those of {}: a series is of one model",
                 path.display(),
-                paths[0].as_ref().display()
+                earliest.display()
             )));
         }
         records.push(Record::Step(StepRecord { step, lr, ..StepRecord::default() }));

@@ -208,11 +208,17 @@ impl Gathered {
 }
 
 /// First step at which a loss is not finite or the mean of the last [`LOSS_WINDOW`] losses is at least [`LOSS_RISE`]
-/// above the smallest such mean before.
+/// above the smallest such mean before. Steps that go back, as after a restored checkpoint, start anew: its loss is that
+/// of earlier weights.
 pub fn loss_shows<'r>(steps: impl Iterator<Item = &'r StepRecord>) -> Option<u64> {
     let mut losses: Vec<f64> = Vec::new();
-    let mut least = f64::INFINITY;
+    let (mut least, mut latest) = (f64::INFINITY, 0);
     for record in steps {
+        if record.step < latest {
+            losses.clear();
+            least = f64::INFINITY;
+        }
+        latest = record.step;
         let Some(loss) = record.loss else { continue };
         if !loss.is_finite() {
             return Some(record.step);

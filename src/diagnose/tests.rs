@@ -361,3 +361,18 @@ proptest! {
         let _ = Alarms::from_line(&line, Options::default());
     }
 }
+
+#[test]
+fn a_run_that_goes_on_from_an_earlier_step_does_not_show_a_failure_by_its_higher_loss() {
+    let falling = |step: u64| StepRecord { loss: Some(4.0 - 2e-3 * step as f64), ..StepRecord::default() };
+    let layers = |_| LayerRecord::default();
+    let mut records = record(600, falling, layers);
+    let again = record(700, falling, layers);
+    records.extend(again.into_iter().filter(|record| match record {
+        Record::Step(step) => step.step >= 100,
+        Record::Layer(layer) => layer.step >= 100,
+        _ => false,
+    }));
+    let diagnosis = Diagnosis::new(run(), &records, Options::default()).unwrap();
+    assert_eq!((diagnosis.verdict, diagnosis.loss_shows), (Verdict::Calm, None));
+}

@@ -218,10 +218,14 @@ def attend(
     ``window``: the keys that a query sees before its own and after it (-1: all). ``sequences``: :class:`Sequences` in
     place of ``mask``.
     """
-    q, k, v = _lowered(q, k, v)
-    _check(q, k, v, sequences)
+    q, k, v = lowered(q, k, v)
+    check(q, k, v, sequences)
     if isinstance(plan, LayerPlan) and plan.stabilise and not how.stabilise:
         how = dataclasses.replace(how, stabilise=True)
+<<<<<<< HEAD
+=======
+    call = resolve(q, k, v, plan, softmax_scale, how)
+>>>>>>> w35-runs
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = _resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     window = _window(window, causal, *lengths)
@@ -355,8 +359,13 @@ def _call(q, k, v, terms, call, how, rope=None):
     return out, lse
 
 
+<<<<<<< HEAD
 def _resolve(q, k, v, plan, softmax_scale, how, keys):
     """``keys``: of the longest sequence."""
+=======
+def resolve(q, k, v, plan, softmax_scale, how):
+    """What a plan, or descales, say of a call."""
+>>>>>>> w35-runs
     batch, n_kv = k.shape[0], k.shape[2]
     if isinstance(plan, LayerPlan):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
@@ -412,7 +421,7 @@ def typed(out, q):
     return out.to(torch.bfloat16 if q.dtype == E4M3 else q.dtype)
 
 
-def _lowered(*tensors):
+def lowered(*tensors):
     """Under autocast its type, as PyTorch's own attention takes it."""
     kinds = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
     if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
@@ -422,7 +431,8 @@ def _lowered(*tensors):
     return tuple(lower(x) for x in tensors)
 
 
-def _check(q, k, v, sequences):
+def check(q, k, v, sequences=None):
+    """Raises an exception for operands that no call takes."""
     for name, x in [("q", q), ("k", k), ("v", v)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__

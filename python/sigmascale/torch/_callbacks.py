@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ._monitor import Monitor
+from ._policies import FROM_BOUNDS
 
 if TYPE_CHECKING:
     from .._hints import Path
@@ -20,7 +21,8 @@ class TrainerMonitor:
 
     Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and
     gradient norm where it logs (``logging_steps``), the loss as the mean since the last log; other steps have a rate
-    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, which has to be done once. ``options`` are
+    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, and after weights
+    were loaded (``resume_from_checkpoint``, ``load_best_model_at_end``), which has to be done once. ``options`` are
     those of :class:`Monitor`. Only the first process of a distributed run records.
     """
 
@@ -39,7 +41,9 @@ class TrainerMonitor:
         self._runtime, self._refresh, self._pending = runtime, refresh, None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Opens the record."""
+        """Opens the record. Scales become those of the checkpoint from which the run goes on, if it does."""
+        if state.global_step > 0:
+            self._loaded()
         if state.is_world_process_zero and self.monitor is None:
             # The Trainer counts a step when it is done.
             self.monitor = self._make(state.global_step + 1)
@@ -67,11 +71,18 @@ class TrainerMonitor:
         self._write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Writes the last step and closes the record."""
+        """Writes the last step and closes the record. Scales become those of the best weights, if they are loaded."""
         self._write()
         if self.monitor is not None:
             self.monitor.close()
             self.monitor = None
+        if getattr(args, "load_best_model_at_end", False):
+            self._loaded()
+
+    def _loaded(self):
+        """New scales after weights were loaded. Policies that plan from calls alone have seen none of them."""
+        if self._refresh and self._runtime.policy in FROM_BOUNDS:
+            self._runtime.refresh()
 
     def _write(self):
         if self._pending is not None:

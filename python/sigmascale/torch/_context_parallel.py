@@ -15,15 +15,15 @@ The backward may get only some of a row's keys; its ``out`` and ``lse`` are alwa
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _casts
+from . import _attention, _backends, _casts
 from ._plan import LayerPlan
 from ._terms import Terms
 
@@ -31,6 +31,18 @@ if TYPE_CHECKING:
     from ._hints import Group, Kernels, Plan
 
 
+def _in_f32(function):
+    """Without autocast, whose products are rounded: a log-sum-exp has to be that of the backward's logits."""
+
+    @functools.wraps(function)
+    def run(first, *arguments):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *arguments)
+
+    return run
+
+
+@_in_f32
 def plain_forward(q8, k8, v8, descales, causal, scale):
     """In f32, P not rounded."""
     logits, (_, _, v) = _logits(q8, k8, v8, descales, causal, scale)
@@ -38,6 +50,7 @@ def plain_forward(q8, k8, v8, descales, causal, scale):
     return (torch.exp(logits - lse[..., None]) @ v).transpose(1, 2), lse
 
 
+@_in_f32
 def plain_backward(grad, q8, k8, v8, descales, out, lse, causal, scale):
     """dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = tau dS K, dK = tau dS^T Q in f32."""
     logits, (q, k, v) = _logits(q8, k8, v8, descales, causal, scale)
@@ -62,10 +75,25 @@ def _logits(q8, k8, v8, descales, causal, scale):
 PLAIN = plain_forward, plain_backward
 
 
+def _place(group):
+    """How many ranks a group has, and which of them this is."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError("this process is not in the group: each rank passes the group that it shares a sequence with")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup or None, not {type(group).__name__}: that of a mesh is "
+            "mesh[dimension].get_group()"
+        )
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ArgumentError("this process is not in the group: each rank passes the group that it shares a sequence with")
+    return ranks, rank
+
+
 def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, zigzag: bool = False) -> torch.Tensor:
     """This rank's chunk of the sequence, split into ``world_size`` chunks. With ``zigzag``, chunks r and 2n - 1 - r of
     2n, which gives all n ranks the same work under a causal mask."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = _place(group)
     chunks = ranks * (2 if zigzag else 1)
     if x.shape[dim] % chunks:
         raise ArgumentError(
@@ -77,7 +105,7 @@ def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, zigzag: bool = F
 
 def gather_sequence(x: torch.Tensor, group: Group, dim: int = 1, zigzag: bool = False) -> torch.Tensor:
     """Inverse of :func:`shard_sequence`: the full sequence on all ranks, without gradients."""
-    ranks = dist.get_world_size(group)
+    ranks, _ = _place(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
     if not zigzag:
@@ -104,6 +132,7 @@ def ring_attention(
     holds chunks r and 2n - 1 - r of the sequence, as ``shard_sequence(..., zigzag=True)`` gives them; otherwise any
     part. The output is BF16.
     """
+    q, k, v = _attention.lowered(q, k, v)
     call = _Call(q, k, v, plan, group, softmax_scale, kernels)
     if causal and q.shape[1] % 2:
         raise ArgumentError(
@@ -126,6 +155,7 @@ def ulysses_attention(
     """The same by an exchange of heads for the sequence: rank r holds chunk r, as ``shard_sequence`` returns it. The
     number of query heads must be a multiple of the number of ranks. If there are fewer KV heads than ranks, they are
     repeated."""
+    q, k, v = _attention.lowered(q, k, v)
     call = _Call(q, k, v, plan, group, softmax_scale, kernels)
     n_q, n_kv = q.shape[2], k.shape[2]
     if n_q % call.ranks or (n_kv % call.ranks and call.ranks % n_kv):
@@ -139,23 +169,17 @@ class _Call:
     """What both need of a call."""
 
     def __init__(self, q, k, v, plan, group, softmax_scale, kernels):
-        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        (self.ranks, self.rank), self.group = _place(group), group
+        _attention.check(q, k, v)
+        if k.shape != v.shape or q.shape[1] != k.shape[1]:
             raise MismatchError(
                 f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}: (batch, seq / ranks, heads, d_head) "
                 "is needed, as many keys as queries"
             )
-        batch, n_kv = k.shape[0], k.shape[2]
+        known = _attention.resolve(q, k, v, plan, softmax_scale, _attention.How())
+        if known.descales is None:
+            raise UnsupportedError("policy 'current' has other descales on each rank: context parallelism needs a plan")
         if isinstance(plan, LayerPlan):
-            if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
-                raise MismatchError(
-                    f"the plan of {plan.name} has {plan.n_q_heads} query and {plan.n_kv_heads} KV heads of {plan.d_head}; the call "
-                    f"has {q.shape[2]} and {n_kv} of {q.shape[3]}"
-                )
-            if plan.per_call:
-                raise UnsupportedError(
-                    "policy 'current' has other descales on each rank: context parallelism needs a plan"
-                )
             if plan.stabilise:
                 raise UnsupportedError(
                     f"the parts of a shared sequence are joined in PyTorch, and delta is that of the rounded output: set "
@@ -167,12 +191,7 @@ class _Call:
                     f"the call has {keys} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
                     f"{plan.positions}"
                 )
-            rows, self.words, self.scale = plan._descales[:3], plan.reported, plan.softmax_scale
-        else:
-            rows, self.words, self.scale = plan, None, q.shape[3] ** -0.5
-        self.descales = tuple(row.expand(batch, n_kv) for row in rows)
-        if softmax_scale is not None:
-            self.scale = positive("softmax_scale", softmax_scale)
+        self.words, self.scale, self.descales = known.words, known.scale, known.rows(q.shape[0])[:3]
         self.forward, self.backward = kernels or _kernels(q)
 
     def cast(self, q, k, v):
@@ -264,9 +283,10 @@ class _Ring(torch.autograd.Function):
                 total += part
             for work in works:
                 work.wait()
-            sums, works = call.next(sums)
-            for work in works:
-                work.wait()
+            if call.ranks > 1:
+                sums, works = call.next(sums)
+                for work in works:
+                    work.wait()
             moving = following
         return (*(x.to(kind) for x, kind in zip((q_grad, *sums), ctx.types)), None, None)
 

@@ -300,21 +300,21 @@ def _keep(places, kept):
 
 
 def compute_now(layers, compute):
-    """Makes one unit after the other whole, and computes its layers."""
+    """Makes the units of one layer after the other whole, and computes it."""
     for index in sorted(layers.sliced):
-        unit, others = layers.unit(index)
-        kept = {}
-        for other, places in others.items():
-            with _whole(other):
-                _keep(places, kept)
-        with _whole(unit):
-            compute(layers, [index], kept, always=True)
+        with contextlib.ExitStack() as whole:
+            # In a forward the units above are whole already.
+            for unit in layers.holders(index):
+                whole.enter_context(_whole(unit))
+            compute(layers, [index], {}, always=True)
 
 
 @contextlib.contextmanager
 def _whole(unit):
     """Makes a unit whole for a block; a collective."""
     if isinstance(unit, _loaded("torch.distributed.fsdp", "FSDPModule")):
+        # One that a forward has left whole has the weights of that forward.
+        unit.reshard()
         unit.unshard()
         try:
             yield

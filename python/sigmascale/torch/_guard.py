@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._arguments import count, positive, share
-from .._errors import ArgumentError, SigmascaleError
+from .._errors import ArgumentError, MismatchError, SigmascaleError
 from . import _window
+from ._distributed import is_dtensor
 from ._points import Point
 from ._runtime import Runtime
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Losses that are needed before one can be a spike.
 _LEAST_LOSSES = 100
+# What losses in BF16 are apart, as a part of them: where all are equal, the next value is no spike.
+_RESOLUTION = 2.0**-7
 # Below this a loss scale no longer helps, and falling for this many steps it is a warning.
 _LEAST_SCALE, _FALLING_STEPS = 2.0**7, 100
 
@@ -53,8 +56,8 @@ class Guard:
       weights, optimizer momentum [N 12.5] and the runtime, in place and bit for bit. Data, schedules and random numbers
       are not rewound, so that the batches of the failure are not seen again (Chowdhery et al., *PaLM*,
       arXiv:2204.02311, section 5.1, restarted about 100 steps before a spike and skipped 200 to 500 batches).
-    - **Spike.** A loss more than ``spike`` standard deviations above the mean of the last 1000 healthy ones, of which
-      there must be 100 (the criterion of the spike score in *2 OLMo 2 Furious*, arXiv:2501.00656, where it is 7).
+    - **Spike.** A loss more than ``spike`` standard deviations, and more than 2^-7 of it, above the mean of the last 1000
+      healthy ones, of which there must be 100 (the criterion of the spike score in *2 OLMo 2 Furious*, arXiv:2501.00656, where it is 7).
       ``spike=None`` disables it.
     - **Rate.** After a restore the optimizer steps with half the rate for ``cooldown`` healthy steps; after each
       further restore in that time, with half of it again. [N 12.5: "Reduce LR by 0.5x for K steps", without a K; the
@@ -216,7 +219,7 @@ class Guard:
         if self.spike is None or len(self._losses) < _LEAST_LOSSES:
             return False
         mean = statistics.fmean(self._losses)
-        return loss > mean + self.spike * statistics.pstdev(self._losses, mean)
+        return loss > mean + max(self.spike * statistics.pstdev(self._losses, mean), _RESOLUTION * abs(mean))
 
     def _healthy(self, loss, number):
         self._failures = 0
@@ -246,11 +249,22 @@ class Guard:
         """Puts the oldest restore point back, as after a failure. Raises :class:`SigmascaleError` if there is none."""
         if not self._points:
             raise SigmascaleError("there is no restore point yet: the first is taken in the first healthy step")
-        self._restore(self._points[0], "asked for")
+        self._restore(self._oldest(), "asked for")
+
+    def _oldest(self):
+        """The oldest point that still fits, and drops those before it: parameters may have been added since. The last
+        one, which says what does not fit, where none does."""
+        while len(self._points) > 1:
+            try:
+                self._points[0].check(self.runtime, self.optimizer)
+                break
+            except MismatchError:
+                self._points.popleft()
+        return self._points[0]
 
     def _recover(self, norm):
         self._tries += 1
-        point = self._points[0]
+        point = self._oldest()
         self._restore(point, f"{self._failures} failures in a row")
         if self._tries > self.most_restores:
             raise SigmascaleError(
@@ -262,8 +276,10 @@ class Guard:
             self.scaler.load_state_dict(state | {"scale": state["scale"] / 2})
 
     def _restore(self, point, why):
-        self._unfinished = point
         self._put_back()
+        # What does not fit is not begun.
+        point.check(self.runtime, self.optimizer)
+        self._unfinished = point
         point.restore(self.runtime, self.optimizer)
         # Later points may hold what failed.
         self._points = collections.deque([point], self._points.maxlen)
@@ -345,7 +361,13 @@ class Guard:
 def _gradient_norm(optimizer):
     """Of all gradients that the optimizer has here; zero without any."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads) if grads else 0.0
+    # PyTorch takes neither those of several meshes together nor DTensors with others.
+    meshes = {}
+    for grad in grads:
+        meshes.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(each) for each in meshes.values()]
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
+    return torch.stack(norms).norm() if norms else 0.0
 
 
 def _set_rate(group, rate):

@@ -386,6 +386,12 @@ class Layers:
                 others.setdefault(own[0], []).append((place.owner, place.name))
         return above[0], others
 
+    def holders(self, index):
+        """All units that hold a sliced layer's parameters."""
+        unit, _ = self.unit(index)
+        own = (self.units.above(place.owner)[0] for place in self._places(index).values() if place.sliced)
+        return list(dict.fromkeys([unit, *own]))
+
     def replaced(self, index):
         """Whether a module that a sliced layer was read from has been replaced by another, as adapters do."""
         return any(

@@ -335,9 +335,12 @@ def max_logit_bound(runtime: Runtime) -> dict[int, NDArray[np.float64]]:
     tau no head needs a clip, and tau / bound is at most the gamma of any batch. It is not S_max, and clipping by it
     clips heads that no batch has driven past tau.
 
-    Raises :class:`UnsupportedError` for a runtime without ``bound="worst-case"``.
+    Raises :class:`UnsupportedError` for a runtime without ``bound="worst-case"``, and :class:`SigmascaleError` between a
+    refresh and the next forward of a model sharded by FSDP, unless it was ``refresh(now=True)``.
     """
     if runtime.logits is None:
         raise UnsupportedError("this runtime computes no logit bounds: attach(model, bound='worst-case')")
+    for plan in runtime.layers:
+        plan.check_fresh()
     values = runtime.logits[..., 2].double().cpu().numpy()
     return {number: values[plan.index, : plan.n_q_heads] for (number, *_), plan in zip(runtime._places, runtime.layers)}

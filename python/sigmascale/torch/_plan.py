@@ -66,13 +66,17 @@ class LayerPlan:
         """What calls write their statistics into, or None in a step without telemetry."""
         return self.words if self.runtime.reporting else None
 
-    @property
-    def _descales(self):
+    def check_fresh(self) -> None:
+        """Raises an exception where the weights have changed since these scales."""
         if self.stale:
             raise SigmascaleError(
                 f"the scales of {self.name} are not those of its weights yet: they are computed in the forward of its FSDP unit, so "
                 "call the module that was given to fully_shard, or refresh(now=True) on all ranks"
             )
+
+    @property
+    def _descales(self):
+        self.check_fresh()
         return self._rows
 
     @property

@@ -30,10 +30,10 @@ class Point:
     @torch.no_grad()
     def restore(self, runtime, optimizer):
         """Puts everything back, in place. Checked before anything is written; may be called again after an exception in between."""
+        self.check(runtime, optimizer)
         tensors = _runtime_tensors(runtime)
         if self._store is None:
             weights, parameters = _weights(runtime, optimizer), _parameters(optimizer)
-            self._check(weights, parameters, optimizer)
         if self._policy is not None:
             runtime._policy.load(self._policy)
         with torch.inference_mode(False):
@@ -57,9 +57,12 @@ class Point:
             else:
                 optimizer.state[parameter] = _put(optimizer.state.get(parameter), saved)
 
-    def _check(self, weights, parameters, optimizer):
-        counts = len(self._states), len(self._groups)
-        if (len(parameters), len(optimizer.param_groups)) != counts:
+    def check(self, runtime, optimizer):
+        """Raises an exception where model or optimizer are not those of the point."""
+        if self._store is not None:
+            return
+        weights, groups = _weights(runtime, optimizer), optimizer.param_groups
+        if (len(_parameters(optimizer)), len(groups)) != (len(self._states), len(self._groups)):
             raise MismatchError("the optimizer has other parameters than at the restore point: nothing was restored")
         for name, saved in self._weights.items():
             tensor = weights.get(name)

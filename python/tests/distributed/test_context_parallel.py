@@ -64,6 +64,38 @@ def test_a_ring_of_four(causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@distributed(1)
+def test_one_rank_alone(causal):
+    check(fp8.ring_attention, (4, 2), causal, causal, 1)
+    check(fp8.ulysses_attention, (4, 2), causal, False, 1)
+
+
+@distributed(4)
+def test_groups_of_two_beside_each_other():
+    """Ranks of a mesh's dimension, which are not neighbours in the world."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    group, descales = mesh["cp"].get_group(), rows(2)
+    tensors = [x * (1 + mesh.get_local_rank("dp")) for x in operands(length=8)]
+    expected, _ = whole(*tensors, descales, True, torch.zeros_like(tensors[0]))
+    for function, zigzag in ((fp8.ring_attention, True), (fp8.ulysses_attention, False)):
+        out = function(*(cp.shard_sequence(x, group, zigzag=zigzag) for x in tensors), descales, group)
+        assert (cp.gather_sequence(out, group, zigzag=zigzag).float() - expected.float()).norm() < 0.01 * expected.norm()
+
+
+@distributed(2)
+def test_autocast_rounds_operands_and_nothing_else():
+    group, descales = torch.distributed.group.WORLD, rows(2)
+    for function, zigzag in ((fp8.ring_attention, True), (fp8.ulysses_attention, False)):
+        tensors = [cp.shard_sequence(x, group, zigzag=zigzag) for x in operands()]
+        expected = function(*(x.bfloat16() for x in tensors), descales, group)
+        own = [x.clone().requires_grad_(True) for x in tensors]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(*own, descales, group)
+            out.sum().backward()
+        assert torch.equal(out, expected) and all(x.grad.dtype == torch.float32 for x in own)
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (4, 1)])
 @distributed(2)
 def test_ulysses_on_two_ranks(heads, causal):
@@ -164,6 +196,22 @@ def test_calls_that_cannot_be_are_refused():
     q, k, v = operands(heads=(3, 3))
     with pytest.raises(sigmascale.UnsupportedError, match="2 ranks do not share 3 query and 3 KV heads"):
         fp8.ulysses_attention(q, k, v, rows(3), group)
+    with pytest.raises(sigmascale.MismatchError, match="4 query heads are not a multiple of 3 KV heads"):
+        fp8.ring_attention(*operands(heads=(4, 3)), rows(3), group)
+    with pytest.raises(sigmascale.MismatchError, match=r"the q descale has shape \(2,\): \(3,\)"):
+        fp8.ring_attention(q, k, v, rows(2), group)
+    with pytest.raises(TypeError, match="three descales of q, k and v, not list of 2"):
+        fp8.ulysses_attention(q, k, v, rows(3)[:2], group)
+    with pytest.raises(sigmascale.ArgumentError, match="k has type torch.float32 and q torch.bfloat16"):
+        fp8.ring_attention(q.bfloat16(), k, v, rows(3), group)
+    with pytest.raises(TypeError, match="not DeviceMesh: that of a mesh is"):
+        fp8.ring_attention(q, k, v, rows(3), torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    # The other rank has the group, and is alone in it.
+    first = torch.distributed.new_group([0])
+    if torch.distributed.get_rank() == 1:
+        for refused in (lambda: fp8.ring_attention(q, k, v, rows(3), first), lambda: cp.shard_sequence(q, first)):
+            with pytest.raises(sigmascale.ArgumentError, match="this process is not in the group"):
+                refused()
     with pytest.raises(sigmascale.ArgumentError, match="47 queries"):
         fp8.ring_attention(q[:, 1:], k[:, 1:], v[:, 1:], rows(3), group)
     with pytest.raises(sigmascale.MismatchError, match="as many keys as queries"):

@@ -372,6 +372,48 @@ def test_weights_made_whole_for_an_export():
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.parametrize("above", ["block", "model"])
+@distributed(2)
+def test_weights_in_units_inside_units_made_whole_for_an_export(above):
+    """The norm lies in the unit above, which only its own forward makes whole."""
+    mesh, model = mesh_of(2), llama()
+    for block in blocks(model):
+        fully_shard(block.self_attn, mesh=mesh, mp_policy=BF16)
+        if above == "block":
+            fully_shard(block, mesh=mesh, mp_policy=BF16)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+    runtime = attach(model)
+    for _ in range(2):
+        runtime.refresh(now=True)
+        assert torch.equal(runtime.descales, expected(llama()).descales)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        # Training goes on.
+        run(model, inputs(model)).backward()
+
+
+@distributed(2)
+def test_weights_that_an_evaluation_left_whole_are_gathered_anew():
+    """The outermost unit stays whole after a forward without a backward, with the weights of that time."""
+    mesh = mesh_of(2)
+    model = fully_shard(llama(), mesh=mesh, mp_policy=BF16)
+    runtime = attach(model)
+    run(model, inputs(model)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        run(model, inputs(model))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    optimizer.step()
+    runtime.refresh(now=True)
+    whole = llama()
+    whole.load_state_dict(full(model))
+    reference = expected(whole)
+    assert torch.equal(runtime.descales, reference.descales)
+    # So are those of the next forward.
+    runtime.refresh()
+    run(model, inputs(model))
+    assert torch.equal(runtime.descales, reference.descales)
+
+
 @distributed(2)
 def test_weights_written_from_outside():
     """load_state_dict and writes to the local shard leave no trace that could be seen; refresh() says so."""
@@ -459,6 +501,23 @@ def test_stale_plans_are_refused():
     runtime.refresh()
     with pytest.raises(sigmascale.SigmascaleError, match=r"refresh\(now=True\)"):
         runtime.layers[1].descales(2)
+
+
+@distributed(2)
+def test_logit_bounds_of_other_weights_are_not_given():
+    mesh, model = mesh_of(2), llama()
+    shard(model, mesh)
+    runtime = attach(model, bound="worst-case")
+    with pytest.raises(sigmascale.SigmascaleError, match="not those of its weights yet"):
+        fp8.max_logit_bound(runtime)
+    run(model, inputs(model)).backward()
+    before = fp8.max_logit_bound(runtime)[0]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    runtime.refresh()
+    with pytest.raises(sigmascale.SigmascaleError, match=r"refresh\(now=True\) on all ranks"):
+        fp8.max_logit_bound(runtime)
+    runtime.refresh(now=True)
+    assert (fp8.max_logit_bound(runtime)[0] != before).any()
 
 
 @distributed(2)

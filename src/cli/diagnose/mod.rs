@@ -39,7 +39,8 @@ pub struct Args {
     /// Number of records over which growth is estimated [default: 24]
     #[arg(long, value_name = "RECORDS", value_parser = count)]
     window: Option<usize>,
-    /// Learning rate between the checkpoints; without it, their growth raises no alarm
+    /// Learning rate between the checkpoints, whose names must end in their steps; without it, their growth raises no
+    /// alarm
     #[arg(long, value_name = "RATE", value_parser = real, allow_negative_numbers = true)]
     lr: Option<f64>,
     /// Same as --format json
@@ -91,6 +92,9 @@ fn diagnose(paths: &[PathBuf], lr: Option<f64>, options: Options) -> Result<(Dia
             read_records(record)?
         }
         _ => {
+            for path in paths {
+                std::fs::metadata(path).map_err(|e| Error::io(path, "read", e))?;
+            }
             if let Some(record) = paths.iter().find(|path| is_record(path)) {
                 return Err(Error::argument(format_args!(
                     "{} is not a checkpoint folder or .safetensors file: pass one record of a run, or only checkpoints",

@@ -51,6 +51,9 @@ pub fn verdict(diagnosis: &Diagnosis) -> String {
         Some(step) => format!("The loss shows it at step {step}."),
         None => "The loss does not show it.".to_owned(),
     };
+    if diagnosis.first_step.is_none() {
+        return "no alarm was raised, since the record has no step yet.".to_owned();
+    }
     match (diagnosis.verdict, &diagnosis.first) {
         (Verdict::Alarm, Some(first)) => {
             let place = match (first.layer, first.head) {
