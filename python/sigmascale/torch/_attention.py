@@ -222,12 +222,8 @@ def attend(
     check(q, k, v, sequences)
     if isinstance(plan, LayerPlan) and plan.stabilise and not how.stabilise:
         how = dataclasses.replace(how, stabilise=True)
-<<<<<<< HEAD
-=======
-    call = resolve(q, k, v, plan, softmax_scale, how)
->>>>>>> w35-runs
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
-    call = _resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
+    call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     window = _window(window, causal, *lengths)
     terms = Terms(causal, call.scale, window, _softcap(softcap), _sinks(sinks, q), sequences)
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
@@ -359,13 +355,8 @@ def _call(q, k, v, terms, call, how, rope=None):
     return out, lse
 
 
-<<<<<<< HEAD
-def _resolve(q, k, v, plan, softmax_scale, how, keys):
-    """``keys``: of the longest sequence."""
-=======
-def resolve(q, k, v, plan, softmax_scale, how):
-    """What a plan, or descales, say of a call."""
->>>>>>> w35-runs
+def resolve(q, k, v, plan, softmax_scale, how, keys):
+    """What a plan, or descales, say of a call whose longest sequence has that many ``keys``."""
     batch, n_kv = k.shape[0], k.shape[2]
     if isinstance(plan, LayerPlan):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):

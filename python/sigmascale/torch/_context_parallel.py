@@ -176,7 +176,7 @@ class _Call:
                 f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}: (batch, seq / ranks, heads, d_head) "
                 "is needed, as many keys as queries"
             )
-        known = _attention.resolve(q, k, v, plan, softmax_scale, _attention.How())
+        known = _attention.resolve(q, k, v, plan, softmax_scale, _attention.How(), k.shape[1])
         if known.descales is None:
             raise UnsupportedError("policy 'current' has other descales on each rank: context parallelism needs a plan")
         if isinstance(plan, LayerPlan):
