@@ -5,7 +5,6 @@ from gpu import relative, sdpa, torch
 
 import sigmascale
 import sigmascale.torch as fp8
-from sigmascale.torch import _paged
 
 E4M3 = torch.float8_e4m3fn
 LENGTHS = [0, 1, 37, 63, 64, 200]
@@ -93,7 +92,7 @@ def test_a_graph_serves_every_step():
 
 
 def test_wrong_block_tables_are_named(monkeypatch):
-    monkeypatch.setattr(_paged, "_CHECK", True)
+    monkeypatch.setattr("sigmascale.torch._terms._CHECK", True)
     cache = Cache(64, tiled=False)
     q, k = (torch.randn(len(LENGTHS), 1, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
     cache.call(q, k, k, cache.lengths)

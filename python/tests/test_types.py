@@ -93,7 +93,10 @@ def test_results_have_the_keys_and_values_of_their_types(tmp_path):
     audit = sigmascale.verify(tmp_path / "out")
     for one in [audit, *audit["others"]]:
         whole(one, "Audit", seen, set() if one is audit else {"others"})
-    whole(sigmascale.diagnose([MODEL, MODEL], lr=1e-3), "Diagnosis", seen)
+    run = [tmp_path / f"checkpoint-{step}" for step in (100, 200)]
+    for checkpoint in run:
+        checkpoint.symlink_to(MODEL, target_is_directory=True)
+    whole(sigmascale.diagnose(run, lr=1e-3), "Diagnosis", seen)
     whole(sigmascale.diagnose(ROOT / "data" / "runs" / "low-precision.jsonl"), "Diagnosis", seen)
     # No type lists a key that no result has; those of other models are named.
     kinds = {name: kind for name, kind in vars(_types).items() if hasattr(kind, "__required_keys__")}
