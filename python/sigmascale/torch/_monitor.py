@@ -189,7 +189,7 @@ class Monitor:
         runtime = self.runtime
         if runtime._tensors is None:
             raise SigmascaleError("the model was deleted: make a runtime and a monitor of the model that is in use")
-        norms = {index: _norms.query_norms(layer) for index, layer in zip(runtime._resident, runtime._tensors)}
+        norms = dict(zip(runtime._resident, _norms.query_norms(runtime._tensors)))
         bounds = [] if runtime.logits is None else [runtime.logits]
         pending = self._lines.tensors()
         moved = [tensor.to(runtime.device) for tensor in pending]

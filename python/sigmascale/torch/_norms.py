@@ -9,8 +9,8 @@ _BYTES = 64 << 20
 
 
 @torch.no_grad()
-def query_norms(layer):
-    """Certified upper bounds on the spectral norms of W_Q of each head ``(d_head, d_model)``: f64 ``(n_q_heads,)`` on
+def query_norms(layers):
+    """Certified upper bounds on the spectral norms of W_Q of each head ``(d_head, d_model)``: for each layer f64 ``(n_q_heads,)`` on
     the weight's device, without waiting for it.
 
     With G = W W^T, G_0 = G / |G|_F and G_{i+1} = (G_i / |G_i|_F)^2, the largest eigenvalue of G is at most |G|_F prod_i
@@ -18,6 +18,22 @@ def query_norms(layer):
     0.1 % more. Rounding: the product of d columns errs by at most d u |W|_F^2 <= d r u lambda, a squaring by 2 r^2 u,
     and the 2^-i-th root shrinks that of G_i. All of it is added.
     """
+    grams = [_grams(layer) for layer in layers]
+    # The squarings of all layers together: they are many small kernels.
+    found = [None] * len(layers)
+    alike = {}
+    for i, gram in enumerate(grams):
+        alike.setdefault((gram.shape[1], gram.device), []).append(i)
+    for places in alike.values():
+        roots = _largest(torch.cat([grams[i] for i in places])).sqrt()
+        for i, root in zip(places, roots.split([layers[i].n_q_heads for i in places])):
+            d = layers[i].d_head
+            found[i] = root * (1 + (d * layers[i].q.shape[1] + 4 * d * d + 64) * 2.0**-52)
+    return found
+
+
+def _grams(layer):
+    """W W^T of each head in f64, ``(n_q_heads, d_head, d_head)``."""
     weight, d = layer.q.detach(), layer.d_head
     starts = range(0, layer.n_q_heads * d, d) if layer.heads is None else layer.heads[0]
     step = max(1, _BYTES // (8 * d * weight.shape[1]))
@@ -25,7 +41,7 @@ def query_norms(layer):
     for first in range(0, layer.n_q_heads, step):
         rows = torch.stack([weight[start : start + d] for start in starts[first : first + step]]).double()
         grams.append(rows @ rows.transpose(1, 2))
-    return _largest(torch.cat(grams)).sqrt() * (1 + (d * weight.shape[1] + 4 * d * d + 64) * 2.0**-52)
+    return torch.cat(grams)
 
 
 def _largest(gram):

@@ -14,7 +14,7 @@ import torch
 # Keys of a tile: the largest that the attention kernels have at a head dimension of 128 and below.
 TILE = 128
 # Bytes of f64 that are held at a time; KV heads are taken in groups.
-_BYTES = 64 << 20
+_BYTES = 256 << 20
 # Fraction by which the rows of consecutive samples are apart: any number of them spreads evenly.
 _GOLDEN = 0.6180339887498949
 
