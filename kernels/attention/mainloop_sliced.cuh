@@ -25,6 +25,8 @@ __device__ __forceinline__ void mainloop_sliced(Consumer& c) {
     float carried[kSlice / 2], owed[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < kSlice / 2; i++) carried[i] = 0.0f;
+    // Keys and values are asked for while other work is under way: a wait that succeeds at once takes 45 clocks and more
+    u32 ready_k = 0, ready_v = 0;
     auto step = [&](bool masked) {
       const u32 t = c.kv;
       const int n = stop - t - 1;
@@ -35,13 +37,14 @@ __device__ __forceinline__ void mainloop_sliced(Consumer& c) {
 
       // Logits
       float s[kBlockN / 2], top[2], low[2];
-      ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t));
+      ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), ready_k);
       if (kCarriedSlice && early) promote_slice(c, kLast, carried, owed);
       issue_qk(s, tile.q, c.k(t));
       if (kCarriedSlice && !early) promote_slice(c, kLast, carried, owed);
       ptx::wgmma_wait<0>();
       ptx::keep(s);
       c.release_k(t);
+      if (kCarriedSlice) ready_v = ptx::mbarrier_test_wait(c.v_full(t), c.parity(t));
 
       // Softmax
       c.mask_and_scan(tile, open, s, n, masked, top, low);
@@ -59,13 +62,14 @@ __device__ __forceinline__ void mainloop_sliced(Consumer& c) {
       constexpr int kOther = kCarriedSlice || kSlices == 1 ? 0 : kSlice / 2;
       float (&other)[kSlice / 2] = reinterpret_cast<float (&)[kSlice / 2]>(s[kOther]);
       float (&last)[kSlice / 2] = kCarriedSlice ? carried : reinterpret_cast<float (&)[kSlice / 2]>(s);
-      ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
+      ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), ready_v);
 #pragma unroll
       for (int i = 0; i <= kSlices; i++) {
         float (&part)[kSlice / 2] = (kLast - i) % 2 == 0 ? last : other;
         float (&before)[kSlice / 2] = (kLast - i) % 2 == 0 ? other : last;
         if (i < kSlices) issue_pv_slice(part, c.p, c.v(t), i, i > 1);
         if (i == 0) continue;
+        if (kCarriedSlice && i == kSlices) ready_k = ptx::mbarrier_test_wait(c.k_full(t + 1), c.parity(t + 1));
         if (i < kSlices) ptx::wgmma_wait<1>();
         else ptx::wgmma_wait<0>();
         ptx::keep(before);
