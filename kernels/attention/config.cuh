@@ -111,7 +111,12 @@ constexpr bool kDoubleLogits = kConsumers == 2 && kBlockN <= 128 && !kLogitsE4m3
 // P V is promoted in slices of columns, through the registers of the logits (mainloop_sliced.cuh), where a thread has no others
 // beside O. Of 64 columns the logits' registers hold two slices.
 constexpr bool kSliced = kPv == Pv::Promote && (kValueDim > 128 || (kConsumers > 2 && kValueDim > 64));
-constexpr int kSlice = kValueDim == 192 ? 64 : kValueDim == 256 ? 128 : kValueDim;
+constexpr int kSlice = kValueDim > 128 ? 64 : kValueDim;
+constexpr int kSlices = kValueDim / kSlice;
+// The last of several slices has registers of its own and is added to O under the next Q K^T. At 256 columns they come from the
+// producer, which can spare them in the most common variants.
+constexpr bool kSmallProducer = kSliced && kValueDim == 256 && kDim == 256 && !(kVarlen || kSplitKv || kLogitsE4m3 || kOutE4m3);
+constexpr bool kCarriedSlice = kSmallProducer || (kSliced && kValueDim == 192);
 
 constexpr int kRows = 64;  // query rows of a consumer
 constexpr int kThreads = 128 * (kConsumers + 1);
@@ -186,8 +191,8 @@ static_assert(kSharedBytes <= kMaxSharedBytes && kKvStages > 1, "shared memory o
 static_assert(!kDoubleLogits || kQStages == 2, "the last product of a work item runs beside the first of the next");
 static_assert(!kPaged || (kRuns == 1 && kValueDim == kDim && !kPadded), "paged kernels are compiled for equal head dimensions of 64 or 128");
 
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSmallProducer ? 24 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kSmallProducer ? 240 : 232;
 // NOTES: a block can only redistribute what it was launched with; a warpgroup that asks for more waits forever.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters, "register file");

@@ -46,15 +46,17 @@ __device__ __forceinline__ void issue_pv(float (&o)[kValueDim / 2], const u32 (&
   ptx::wgmma_commit();
 }
 
-// Issues part = P V of one slice of columns.
-__device__ __forceinline__ void issue_pv_slice(float (&part)[kSlice / 2], const u32 (&p)[kPRegisters], u64 v, int slice) {
+// Issues part = P V of one slice of columns. `again`: part had another slice, which was added to O.
+// NOTES: that slice is an operand that is multiplied by zero, which keeps the sum in its registers. Otherwise the assembler takes
+// others, which there are not, and adds the old slice to O after the product has begun.
+__device__ __forceinline__ void issue_pv_slice(float (&part)[kSlice / 2], const u32 (&p)[kPRegisters], u64 v, int slice, bool again) {
   using Mma = ptx::Wgmma<ptx::Operand::E4m3, kSlice>;
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kBlockN / kPvStep; i++) {
     const u64 keys = ptx::wgmma_advance(v, kPvRow * kPvStep * i + 16 * kSlice * slice);
-    if (i == 0) Mma::rs_overwrite(part, p, keys);
-    else Mma::rs(part, &p[4 * i], keys, 1);
+    if (i == 0 && !again) Mma::rs_overwrite(part, p, keys);
+    else Mma::rs(part, &p[4 * i], keys, i == 0 ? ptx::opaque_zero() : 1);
   }
   ptx::wgmma_commit();
 }

@@ -92,6 +92,7 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
                                    p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
     item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
     if constexpr (kOutE4m3) item.o_quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
+#pragma unroll (kSmallProducer ? 1 : kConsumers)  // NOTES: copies of this loop and of the next cost registers
     for (int w = 0; w < kConsumers; w++) {
       ptx::mbarrier_wait_uniform(pipeline.q_empty(q.index, w), q.parity ^ 1);
       work[q.index * kConsumers + w] = item;
@@ -106,6 +107,7 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
     if (!alive) break;
     q.advance();
 
+#pragma unroll (kSmallProducer ? 1 : 4)
     for (int n = first + t.key_tiles - 1; n >= first; n--)
       load_kv(pipeline, map_k, map_v, k, v, n, head, t.batch, p.heads_kv, own);
     index = next;

@@ -36,6 +36,16 @@ __device__ __forceinline__ u32 mbarrier_try_wait(u32 bar, u32 parity) {
       : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
 }
+// The same; never suspends the thread.
+__device__ __forceinline__ u32 mbarrier_test_wait(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
 __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain_%=:\n"
