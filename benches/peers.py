@@ -176,6 +176,7 @@ def ours(case, sets, *, dtype, alone=False, telemetry=False, rotated=False):
             "stats": None,
             "saved": None,
             "accumulator": "fp8-256",
+            "rope": None,
         }
         space = torch.empty(engine.forward_bytes(call), device="cuda", dtype=torch.uint8)
         engine.forward(call, space, torch.cuda.current_stream().cuda_stream)

@@ -146,7 +146,9 @@ CONFIGS = {
         mlp_only_layers=[0, 1],
     ),
     "falcon": lambda: transformers.FalconConfig(**SMALL, alibi=False),
-    "roberta": lambda: transformers.RobertaConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "roberta": lambda: transformers.RobertaConfig(
+        **SMALL, max_position_embeddings=1024, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    ),
     "whisper": lambda: transformers.WhisperConfig(
         d_model=256,
         encoder_layers=2,
