@@ -484,8 +484,7 @@ def gradients():
 
 
 def tested_calls():
-    rows = record("2026-11-27-calls-cpu.csv")
-    table = []
+    rows, table = record("2026-11-27-calls-h100.csv"), []
     for row in rows:
         ran = f"refused: {row['refused']}" if row["refused"] else row["ran_in"] or "a function"
         table.append([row["call"], ran, row["error"], row["error_exact_maxima"] or ("" if row["refused"] else "-")])
