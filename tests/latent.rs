@@ -106,7 +106,7 @@ fn families() -> Vec<Family> {
             config: json!({"model_type": "kimi_k25", "text_config": family("kimi_k2", json!({})).config}),
             ..family("kimi_k25", json!({}))
         },
-        family("deepseek_v32", json!({"layer_types": ["indexed_attention", "indexed_attention"]})),
+        family("deepseek_v32", json!({"layer_types": ["indexed_attention", "deepseek_sparse_attention"]})),
         family("glm_moe_dsa", json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})),
         family("glm4_moe_lite", json!({"head_dim": 64})),
         family("youtu", json!({})),

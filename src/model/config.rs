@@ -367,7 +367,9 @@ impl<'a> Keys<'a> {
         }
         let full = |value: &Value| match value.as_str() {
             // A selection of keys is a mask too.
-            Some("full_attention" | "indexed_attention" | "minimax_m3_sparse") => Ok(true),
+            Some("full_attention" | "indexed_attention" | "deepseek_sparse_attention" | "minimax_m3_sparse") => {
+                Ok(true)
+            }
             // Chunks, like windows, are a mask.
             Some("sliding_attention" | "chunked_attention") => Ok(false),
             Some(name) if OTHER_KINDS.contains(&name) => Ok(false),
