@@ -6,7 +6,7 @@
 //! which the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
 use rayon::prelude::*;
-use sigmascale::policy::{PolicyConfig, PolicyKind, Tensor};
+use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor};
 use sigmascale::stress::{Mode, Scenario};
 use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, run};
 use sigmascale::{Error, Result};
@@ -110,7 +110,7 @@ fn peaks(model: ModelKind, seeds: u64) -> Result<()> {
             let policies = vec![PolicyKind::Geometry.into()];
             results.push(run(Scenario::LrSpike, &LabOptions { train, mode, policies, ..base })?);
         }
-        for tensor in Tensor::ALL {
+        for tensor in ScaledTensor::ALL {
             let of = |result: &TrainResult| result.training.peaks.iter().find(|peak| peak.tensor == tensor).copied();
             let all: Vec<_> = results.iter().filter_map(of).collect();
             println!(

@@ -178,7 +178,7 @@ fn overhead() -> Result<()> {
         "Llama-2-70B 206.3 -> 215.0. Ours: this machine's CPU, small models, weights new at every pass. The share of"
     );
     println!("the norms is largest where the model is smallest; benches/records has the GPU's.\n");
-    println!("model             attention  delayed  + as paper (one power step)  + certain (exact Grams)");
+    println!("model             attention  delayed  + as paper (one power step)  + worst case (exact Grams)");
     for model in ModelKind::ALL {
         let forward = |policy: PolicyKind| -> Result<f64> {
             let options = TrainOptions { compare: false, ..TrainOptions::new(model, Some(policy.into())) };
@@ -204,10 +204,10 @@ fn overhead() -> Result<()> {
             Ok(())
         })?;
         let delayed = forward(PolicyKind::DelayedPaper)? - bounds;
-        let certain = forward(PolicyKind::Geometry)?;
+        let worst = forward(PolicyKind::Geometry)?;
         let attention = if spec.layers[0].group() == 1 { "MHA" } else { "GQA 2:1" };
         let over = |with: f64| format!("{with:.2} ({:+.1} %)", 100.0 * (with / delayed - 1.0));
-        println!("{:<17} {attention:<9} {delayed:>8.2}  {:<28} {}", model.name(), over(delayed + power), over(certain));
+        println!("{:<17} {attention:<9} {delayed:>8.2}  {:<28} {}", model.name(), over(delayed + power), over(worst));
     }
     Ok(())
 }

@@ -61,7 +61,6 @@ pub struct Args {
 #[derive(Clone, Copy, ValueEnum)]
 enum Bound {
     /// No normalized input exceeds it, rounding included
-    #[value(alias = "certain")]
     WorstCase,
     /// The paper's probabilistic bound, assumes isotropic tokens
     RankAware,
@@ -100,7 +99,7 @@ impl Args {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
             eta: self.eta,
             bound: match self.bound.unwrap_or(Bound::WorstCase) {
-                Bound::WorstCase => BoundKind::Certain,
+                Bound::WorstCase => BoundKind::WorstCase,
                 Bound::RankAware => BoundKind::RankAware,
                 Bound::Spectrum => BoundKind::Spectrum,
             },
@@ -214,7 +213,7 @@ fn table(profile: &Profile) -> String {
         Granularity::Layer => "layer",
     };
     let (bound, remark) = match method.bound {
-        Some(BoundKind::Certain) => (
+        Some(BoundKind::WorstCase) => (
             "worst-case bound, rounding included",
             "no normalized input exceeds it; `inspect` also prints the bound in exact arithmetic",
         ),

@@ -6,7 +6,7 @@ use super::model::{Model, files};
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, wrapped};
-use crate::serving::{self, Audit, AuditEntry, Engine, Verdict};
+use crate::serving::{self, Audit, AuditEntry, Engine, ScaleVerdict};
 use crate::{Error, Result};
 use serde::Serialize;
 use std::fmt::Write;
@@ -88,20 +88,20 @@ fn summary(audit: &Audit) -> String {
         .iter()
         .flat_map(|layer| layer.entries())
         .map(|(_, entry)| entry)
-        .filter(|e| e.verdict != Verdict::Safe)
+        .filter(|e| e.verdict != ScaleVerdict::Safe)
         .collect();
     if bad.is_empty() {
         return format!("{}: safe. No normalized input can overflow with any of the {total} scales.", audit.engine);
     }
     let kinds = [
-        (Verdict::Overflow, "can overflow"),
-        (Verdict::Missing, "missing"),
-        (Verdict::Default, "stored as 1.0"),
-        (Verdict::RoundedBelow, "rounded below the bound"),
-        (Verdict::Foreign, "of other weights"),
-        (Verdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
-        (Verdict::NotLoaded, "never loaded"),
-        (Verdict::Unbounded, "without a bound"),
+        (ScaleVerdict::Overflow, "can overflow"),
+        (ScaleVerdict::Missing, "missing"),
+        (ScaleVerdict::Default, "stored as 1.0"),
+        (ScaleVerdict::RoundedBelow, "rounded below the bound"),
+        (ScaleVerdict::Foreign, "of other weights"),
+        (ScaleVerdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
+        (ScaleVerdict::NotLoaded, "never loaded"),
+        (ScaleVerdict::Unbounded, "without a bound"),
     ];
     let counted = kinds.iter().filter_map(|(verdict, words)| {
         let count = bad.iter().filter(|entry| entry.verdict == *verdict).count();
@@ -116,7 +116,7 @@ fn rows(audit: &Audit) -> Vec<[String; 6]> {
     let row = |number: usize, name: char, entries: &[AuditEntry]| {
         let scales = range(entries.iter().map(|entry| f64::from(entry.scale)));
         let needed = range(entries.iter().filter_map(|entry| entry.needed.map(f64::from)));
-        let worst = entries.iter().find(|entry| entry.verdict != Verdict::Safe).or(entries.first());
+        let worst = entries.iter().find(|entry| entry.verdict != ScaleVerdict::Safe).or(entries.first());
         let (verdict, why) = worst.map_or(("-", String::new()), |entry| (entry.verdict.name(), entry.why.clone()));
         [number.to_string(), name.to_string(), scales, needed, verdict.to_owned(), why]
     };

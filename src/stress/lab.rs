@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::forward::Projected;
 use crate::model::AttentionSpec;
 use crate::plan::{OperandDescales, ScalePlan};
-use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, Tensor};
+use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, ScaledTensor};
 use crate::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
 use crate::scale::Descale;
 use crate::spectral::Estimator;
@@ -226,15 +226,15 @@ pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) ->
         let descales = tensor.descales(&outcome.plan);
         let at = |head: usize| descales.map(|row| row[head]);
         match tensor {
-            Tensor::Logit => {
+            ScaledTensor::Logit => {
                 stats.logits.iter().enumerate().for_each(|(h, x)| head(x.amax(), at(h), x.overflow, x.count));
             }
-            Tensor::Q => {
+            ScaledTensor::Q => {
                 stats.q.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h / group), x.overflow, x.count));
             }
-            Tensor::K => stats.k.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
-            Tensor::V => stats.v.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
-            Tensor::O => {
+            ScaledTensor::K => stats.k.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
+            ScaledTensor::V => stats.v.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
+            ScaledTensor::O => {
                 stats.o.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h / group), x.overflow, x.count));
             }
         }
@@ -256,12 +256,12 @@ pub(crate) fn row(
         .iter()
         .copied()
         .reduce(|a, b| if report.tensor(b).max_scaled > report.tensor(a).max_scaled { b } else { a });
-    let tensor = tensor.unwrap_or(Tensor::Logit);
+    let tensor = tensor.unwrap_or(ScaledTensor::Logit);
     TraceRow {
         step,
         policy,
         layer: outcome.plan.layer,
-        max_logit: f64::from(report.tensor(Tensor::Logit).amax),
+        max_logit: f64::from(report.tensor(ScaledTensor::Logit).amax),
         descale: largest_descale(tensor, &outcome.plan).unwrap_or(1.0),
         max_scaled: seen.max_scaled,
         overflow: seen.overflow,

@@ -4,7 +4,7 @@ use super::tokens::TokenFile;
 use crate::attention::Precision;
 use crate::bound::Tail;
 use crate::error::{Error, Result};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyKind, Tensor};
+use crate::policy::{AutoCConfig, PolicyConfig, PolicyKind, ScaledTensor};
 use serde::Serialize;
 
 /// Steps of the scenarios that have more than one.
@@ -81,10 +81,10 @@ impl Mode {
     }
 
     /// The tensors whose overflow counts.
-    pub(super) fn tensors(self) -> &'static [Tensor] {
+    pub(super) fn tensors(self) -> &'static [ScaledTensor] {
         match self {
-            Self::Logit => &[Tensor::Logit],
-            Self::Operands => &[Tensor::Q, Tensor::K, Tensor::V],
+            Self::Logit => &[ScaledTensor::Logit],
+            Self::Operands => &[ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V],
         }
     }
 }

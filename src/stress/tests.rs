@@ -3,7 +3,7 @@ use super::metrics::Quality;
 use super::*;
 use crate::attention::AttentionShape;
 use crate::model::{Temperature, preset};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyKind, Pooling, Tensor};
+use crate::policy::{AutoCConfig, PolicyConfig, PolicyKind, Pooling, ScaledTensor};
 use crate::runtime::StepOutcome;
 use crate::scale::Descale;
 
@@ -315,5 +315,5 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
     assert_eq!(seen.utilisation, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
     assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));
     let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, &Quality::default());
-    assert_eq!((row.tensor, row.descale, row.max_scaled), (Tensor::V, 2.0, 896.0));
+    assert_eq!((row.tensor, row.descale, row.max_scaled), (ScaledTensor::V, 2.0, 896.0));
 }

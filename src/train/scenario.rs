@@ -8,7 +8,7 @@ use super::trainer::{Observed, StepRecord, Trainer};
 use crate::attention::Delta;
 use crate::bound::Tail;
 use crate::error::{Error, Result};
-use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, ScaledTensor};
 use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow, auto_c};
 use serde::Serialize;
 use std::num::NonZero;
@@ -129,7 +129,7 @@ pub struct TrainRun {
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Peak {
     /// Tensor.
-    pub tensor: Tensor,
+    pub tensor: ScaledTensor,
     /// Largest |x / descale| of all layers and steps; 448 is the end. For logits the bound itself lies at 448 eta.
     pub max_scaled: f64,
     /// Where.
@@ -494,8 +494,8 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
     let (mut policies, mut shadow, mut shadow_window, mut trace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for done in done.iter().flatten() {
         for record in &done.records {
-            let certain = |o: &&Observed| o.row.policy == PolicyKind::Geometry;
-            record.observed.iter().filter(certain).for_each(|o| raise(&mut peaks, o, record.step as usize));
+            let worst_case = |o: &&Observed| o.row.policy == PolicyKind::Geometry;
+            record.observed.iter().filter(worst_case).for_each(|o| raise(&mut peaks, o, record.step as usize));
         }
     }
     for done in done.iter().flatten().filter(|done| primary(done)) {

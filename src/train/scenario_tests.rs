@@ -3,7 +3,7 @@
 use super::scenario::{WINDOW, run};
 use super::*;
 use crate::attention::Cast;
-use crate::policy::{PolicyConfig, PolicyKind, Tensor};
+use crate::policy::{PolicyConfig, PolicyKind, ScaledTensor};
 use crate::stress::{Mode, Scenario};
 
 /// `lr-spike` in 18 steps, the transition at 12, the rate times 40 for 3.
@@ -65,9 +65,9 @@ fn counts_losses_and_shadows_are_those_of_the_steps() {
         let shadow = control[12..].iter().filter(|r| over(r, kind, false) > 0).count();
         assert_eq!(result.training.shadow_window[place], shadow, "{kind}");
     }
-    // The peaks are the certain bound's, over its own run and the shadow.
+    // The peaks are the worst-case bound's, over its own run and the shadow.
     let (_, own) = by_hand(&options, Some(PolicyKind::Geometry), Casts::Saturating);
-    for tensor in Tensor::ALL {
+    for tensor in ScaledTensor::ALL {
         let all = own.iter().chain(&control).flat_map(|r| &r.observed);
         let reports = all.filter(|o| o.row.policy == PolicyKind::Geometry).flat_map(|o| &o.report.tensors);
         let of_tensor = reports.filter(|t| t.tensor == tensor).map(|t| f64::from(t.max_scaled));

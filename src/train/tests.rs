@@ -433,7 +433,7 @@ fn scales_are_those_of_the_weights_that_the_step_uses() {
 }
 
 #[test]
-fn auto_c_that_overflows_does_the_step_again_under_the_certain_bound() {
+fn auto_c_that_overflows_does_the_step_again_under_the_worst_case_bound() {
     let config = crate::policy::AutoCConfig { burn_in: 2, kappa: 1.0, ..crate::policy::AutoCConfig::default() };
     let options = TrainOptions { casts: Casts::Nan, ..small(PolicyConfig::AutoC(config)) };
     let mut trainer = Trainer::new(options).unwrap();

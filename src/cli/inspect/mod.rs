@@ -85,7 +85,7 @@ fn table(inspection: &Inspection) -> String {
             span(layer.stable_rank),
             span(layer.rope_ratio),
             short(layer.sigma_sum),
-            short(layer.bound_certain),
+            short(layer.bound_exact),
             short(layer.bound_rounded),
         ]);
     }

@@ -153,7 +153,7 @@ fn lines(
     curves(&all, &Frame { axis, first: 0, last, over, limit, mark })
 }
 
-/// One cell a layer and policy: the largest overshoot where something overflowed.
+/// One cell per layer and policy: the largest overshoot where something overflowed.
 fn heat_map(run: &StressResult) -> String {
     let (left, top, width) = (30.0, 34.0, 53.0);
     let height = (480.0 / run.model_layers.max(1) as f64).clamp(9.0, 26.0);
@@ -226,7 +226,7 @@ fn shares_a_factor(mut a: usize, mut b: usize) -> bool {
     a > 1
 }
 
-/// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
+/// One row per policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
 fn strip(
     run: &StressResult,
     value: &dyn Fn(&TraceRow) -> Option<f64>,

@@ -10,7 +10,7 @@ use crate::cli::html::{Figure, Page};
 use crate::cli::progress;
 use crate::cli::svg::Axis;
 use crate::cli::table::{Table, brief, wrapped};
-use crate::policy::{PolicyKind, Tensor};
+use crate::policy::{PolicyKind, ScaledTensor};
 use crate::stress::{Scenario, StressOptions, StressResult};
 use crate::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
 use crate::{Error, Result};
@@ -329,11 +329,11 @@ fn peaks(training: &Training) -> Option<String> {
     if training.peaks.is_empty() {
         return None;
     }
-    let one = |tensor: Tensor| {
+    let one = |tensor: ScaledTensor| {
         let peak = training.peaks.iter().find(|peak| peak.tensor == tensor)?;
         Some(format!("{} {} (layer {}, step {})", tensor.name(), brief(peak.max_scaled), peak.layer, peak.step))
     };
-    let all: Vec<String> = Tensor::ALL.into_iter().filter_map(one).collect();
+    let all: Vec<String> = ScaledTensor::ALL.into_iter().filter_map(one).collect();
     Some(format!(
         "Largest |x / descale| under the worst-case bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
         all.join(", ")
