@@ -25,7 +25,7 @@
 mod state;
 
 use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, LogitCast, Precision, measure};
-use crate::bound::{LayerBounds, MlaBounds, Tail};
+use crate::bound::{BoundKind, LayerBounds, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};

@@ -143,8 +143,8 @@ fn numbers_past_a_range_name_the_argument_or_the_operand() {
 
 #[test]
 fn a_missing_path_names_the_option() {
-    let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--path", "a,b"]);
-    assert!(code == 1 && log.contains("error: a: ") && log.contains("--path lists"), "{code} {log}");
+    let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "a,b"]);
+    assert!(code == 1 && log.contains("error: a: ") && log.contains("--checkpoints lists"), "{code} {log}");
 }
 
 #[test]
@@ -224,8 +224,8 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (&["calibrate", "/no/such/model"][..], "/no/such/model"),
         (&["calibrate", &broken], "config.json"),
         (&["inspect", &broken], "config.json"),
-        (&["stress", "refit", "--model", TINY_LLAMA, "--path", "/no/such/model"], "/no/such/model"),
-        (&["stress", "refit", "--model", TINY_LLAMA, "--path", &broken], "config.json"),
+        (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "/no/such/model"], "/no/such/model"),
+        (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", &broken], "config.json"),
         (&["stress", "replay", "--trace", "/no/such/trace"], "/no/such/trace"),
         (&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/no/such/text"], "/no/such/text"),
         (&["families", "-o", "/no/such/folder/x"], "its folder does not exist"),

@@ -13,7 +13,7 @@ use sigmascale::cuda;
 use sigmascale::file::{check_not_of_model, check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::policy::PolicyConfig;
-use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
+use sigmascale::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
 use std::ffi::OsString;
 use std::iter;
@@ -194,12 +194,16 @@ fn listed(policies: &[(String, Option<String>)]) -> Result<Vec<PolicyConfig>> {
 impl StressArguments {
     fn options(&self) -> Result<StressOptions> {
         let default = StressOptions::default();
-        let bounds_on_gpu = word("device", &self.device, &[("cpu", false), ("cuda", true)])?;
+        let bounds_on_gpu = match self.device.as_str() {
+            "cpu" => false,
+            "cuda" => true,
+            other => return Err(Error::argument(format_args!("device {other:?} is not one of cpu, cuda"))),
+        };
         if bounds_on_gpu {
             cuda::require()?;
         }
         Ok(StressOptions {
-            mode: word("mode", &self.mode, &[("logit", Mode::Logit), ("operands", Mode::Operands)])?,
+            mode: self.mode.parse()?,
             policies: self.policies.as_deref().map_or_else(|| Ok(default.policies.clone()), listed)?,
             layers: self.layers,
             seq_len: self.seq_len.unwrap_or(default.seq_len),
@@ -229,13 +233,10 @@ impl StressArguments {
 #[pyfunction]
 pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<(String, String)> {
     let result = detached(py, move |_| {
-        let known = [
-            ("checkpoint-load", Scenario::CheckpointLoad),
-            ("weight-spike", Scenario::WeightSpike),
-            ("refit", Scenario::Refit),
-            ("replay", Scenario::Replay),
-        ];
-        let scenario = word("scenario", &scenario, &known)?;
+        let scenario: Scenario = scenario.parse()?;
+        if matches!(scenario, Scenario::Resume | Scenario::LrSpike) {
+            return Err(Error::argument(format_args!("{} trains a model, which the command does", scenario.name())));
+        }
         let options = arguments.options()?;
         if scenario != Scenario::Refit && !arguments.path.is_empty() {
             return Err(Error::argument(format_args!("path is for refit, not for {}", scenario.name())));

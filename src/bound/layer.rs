@@ -114,8 +114,8 @@ fn projected_head(
     let Some(exact) = &spectrum.exact else { return bounds };
 
     let root = d.sqrt();
-    let exact = tau * (d * sigma + root * (c.a + c.b) + c.c0);
-    bounds.exact = Some(exact);
+    let worst = tau * (d * sigma + root * (c.a + c.b) + c.c0);
+    bounds.exact = Some(worst);
     bounds.naive = Some(tau * (root * exact.sigma_q_upper + c.norm_q) * (root * exact.sigma_k_upper + c.norm_k));
 
     // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e_q N_Q + sqrt(r) 2^-10 s_q, and what
@@ -135,7 +135,7 @@ fn projected_head(
     }
     let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * error_q, flush * step_k + (1.0 + E4M3_ROUNDING) * error_k);
     bounds.rounded =
-        Some(exact + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes));
+        Some(worst + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes));
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);

@@ -1,8 +1,8 @@
 //! `sigmascale verify`: which scales an engine would use, and which the weights need.
 
-use super::export::EngineArg;
 use super::html::{Made, Page, Tone};
 use super::model::{Model, files};
+use super::named::named;
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, wrapped};
@@ -20,8 +20,8 @@ pub struct Args {
     /// Checkpoint folder
     checkpoint: String,
     /// Engine whose loading rules apply [default: the one exported for, else vllm; the others are summarized]
-    #[arg(long = "for", value_enum, value_name = "ENGINE")]
-    engine: Option<EngineArg>,
+    #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
+    engine: Option<Engine>,
     /// Same as --format json
     #[arg(long)]
     json: bool,
@@ -58,7 +58,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
             args.checkpoint
         )));
     };
-    let mut engines: Vec<Engine> = args.engine.into_iter().map(Engine::from).collect();
+    let mut engines: Vec<Engine> = args.engine.into_iter().collect();
     if engines.is_empty() {
         let first = Engine::of_export(Path::new(&args.checkpoint)).unwrap_or(Engine::Vllm);
         engines.push(first);

@@ -116,7 +116,7 @@ impl Engine {
     /// The engine that a folder was exported for, by the certificate in it.
     pub fn of_export(folder: &Path) -> Option<Self> {
         let certificate = Settings::read_if_present(&folder.join(CERTIFICATE_FILE)).ok()??;
-        Self::named(certificate.value.get("engine")?.as_str()?)
+        certificate.value.get("engine")?.as_str()?.parse().ok()
     }
 }
 

@@ -120,7 +120,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                 let plan = policy.plan(&bounds, Some(&stats))?;
                 let report = policy.observe(&plan, &bounds, &stats)?;
                 let tensors = mode.tensors().iter().map(|tensor| report.tensor(*tensor));
-                let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
+                let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilization: Vec::new() };
                 let mut worst = ScaledTensor::Logit;
                 for tensor in tensors {
                     let Some(descale) = tensor.tensor.descales(&plan).and_then(|row| row.first()) else { continue };
@@ -130,7 +130,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                     }
                     seen.overflow += u64::from(scaled > E4M3_MAX);
                     seen.values += 1;
-                    seen.utilisation.push(scaled / E4M3_MAX);
+                    seen.utilization.push(scaled / E4M3_MAX);
                 }
                 tally.add(layer, step, &seen);
                 rows.push(TraceRow {

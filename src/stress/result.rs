@@ -77,7 +77,7 @@ pub struct PolicySummary {
     /// Largest |x / descale| / 448 of the layers and steps that overflowed; null without overflow.
     pub overshoot: Option<Quantiles>,
     /// |x / descale| / 448 of one head, layer and step.
-    pub utilisation: Quantiles,
+    pub utilization: Quantiles,
     /// Signal to quantisation noise of the attention output, dB: median over layers and steps. Null if nothing was
     /// computed or the output is exact.
     pub sqnr_db: Option<f64>,
