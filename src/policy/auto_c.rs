@@ -20,8 +20,9 @@
 use super::contract::Policy;
 use super::report::{PolicyEvent, Report, Restart};
 use super::shape::PolicyShape;
-use super::state::{AutoCState, Forbidden, Memory, Phase, PolicyState, RatioPool};
-use super::table::{AutoCConfig, PolicyConfig, PolicyKind, Pooling};
+use super::table::{
+    AutoCConfig, AutoCState, Forbidden, Memory, Phase, PolicyConfig, PolicyKind, PolicyState, Pooling, RatioPool,
+};
 use super::tensor::{ScaledTensor, largest, overflows};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};

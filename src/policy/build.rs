@@ -7,8 +7,7 @@ use super::delayed::{DelayedPaper, DelayedTe};
 use super::differs::differs;
 use super::geometry::Geometry;
 use super::shape::PolicyShape;
-use super::state::{Memory, PolicyState, STATE_VERSION};
-use super::table::PolicyConfig;
+use super::table::{Memory, PolicyConfig, PolicyState, STATE_VERSION};
 use crate::error::{Error, Result};
 
 impl PolicyConfig {

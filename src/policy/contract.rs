@@ -2,8 +2,7 @@
 
 use super::report::{PolicyEvent, Report, Restart};
 use super::shape::PolicyShape;
-use super::state::PolicyState;
-use super::table::PolicyConfig;
+use super::table::{PolicyConfig, PolicyState};
 use crate::bound::LayerBounds;
 use crate::error::Result;
 use crate::plan::ScalePlan;

@@ -7,8 +7,7 @@
 use super::contract::Policy;
 use super::report::Report;
 use super::shape::PolicyShape;
-use super::state::{Memory, PolicyState};
-use super::table::{CurrentConfig, PolicyConfig, PolicyKind};
+use super::table::{CurrentConfig, Memory, PolicyConfig, PolicyKind, PolicyState};
 use super::tensor::{ScaledTensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};

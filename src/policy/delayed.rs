@@ -7,8 +7,10 @@
 use super::contract::Policy;
 use super::report::{PolicyEvent, Report};
 use super::shape::{LayerShape, PolicyShape};
-use super::state::{DelayedState, Memory, PaperSlot, PolicyState, TeSlot};
-use super::table::{AmaxAlgorithm, DelayedPaperConfig, DelayedTeConfig, PolicyConfig, PolicyKind};
+use super::table::{
+    AmaxAlgorithm, DelayedPaperConfig, DelayedState, DelayedTeConfig, Memory, PaperSlot, PolicyConfig, PolicyKind,
+    PolicyState, TeSlot,
+};
 use super::tensor::{ScaledTensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};

@@ -3,8 +3,7 @@
 use super::contract::Policy;
 use super::report::Report;
 use super::shape::PolicyShape;
-use super::state::{Memory, PolicyState};
-use super::table::{GeometryConfig, PolicyConfig, PolicyKind};
+use super::table::{GeometryConfig, Memory, PolicyConfig, PolicyKind, PolicyState};
 use crate::bound::{BoundKind, LayerBounds};
 use crate::error::Result;
 use crate::plan::{ScalePlan, check_eta};

@@ -25,7 +25,6 @@ mod exact;
 mod geometry;
 mod report;
 mod shape;
-mod state;
 mod table;
 mod tensor;
 #[cfg(test)]
@@ -40,11 +39,9 @@ pub use differs::differs;
 pub use geometry::{Geometry, ISOTROPY};
 pub use report::{PolicyEvent, Report, Restart, Slack, TensorReport};
 pub use shape::{LayerShape, PolicyShape};
-pub use state::{
-    AutoCState, DelayedState, Forbidden, Memory, PaperSlot, Phase, PolicyState, RatioPool, STATE_VERSION, TeSlot,
-};
 pub use table::{
-    AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, PolicyConfig,
-    PolicyKind, Pooling,
+    AmaxAlgorithm, AutoCConfig, AutoCState, CurrentConfig, DelayedPaperConfig, DelayedState, DelayedTeConfig,
+    Forbidden, GeometryConfig, Memory, PaperSlot, Phase, PolicyConfig, PolicyKind, PolicyState, Pooling, RatioPool,
+    STATE_VERSION, TeSlot,
 };
 pub use tensor::ScaledTensor;

@@ -1,8 +1,7 @@
 //! What a policy reports about a step.
 
 use super::shape::LayerShape;
-use super::state::Forbidden;
-use super::table::PolicyKind;
+use super::table::{Forbidden, PolicyKind};
 use super::tensor::{ScaledTensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::plan::ScalePlan;

@@ -15,6 +15,7 @@ pub fn headline(run: &StressResult) -> String {
     let layers = match run.model_layers == run.model_layers_total {
         true if run.model_layers == 1 => "1 layer".to_owned(),
         true => format!("all {} layers", run.model_layers),
+        false if run.model_layers == 1 => format!("the first of {} layers", run.model_layers_total),
         false => format!("the first {} of {} layers", run.model_layers, run.model_layers_total),
     };
     let steps = counted(run.steps, "step");
