@@ -1,6 +1,7 @@
 //! Training scenarios: promises that hold for every seed, and the command.
 
 use sigmascale::bound::Tail;
+use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind};
 use sigmascale_lab::stress::{Mode, Scenario};
 use sigmascale_lab::train::{Arm, LabOptions, ModelKind, TrainOptions, Trainer, run, run_with_progress};

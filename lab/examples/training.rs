@@ -6,6 +6,7 @@
 //! which the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
 use rayon::prelude::*;
+use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Mode, Scenario};

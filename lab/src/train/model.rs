@@ -17,7 +17,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::tensor::TensorView;
-use serde::{Deserialize, Serialize};
+
 use sigmascale::model::{AttentionSpec, Checkpoint, LayerWeights, Projection};
 use sigmascale::tensor::{Dtype, MatrixView};
 use sigmascale::{Error, Result};

@@ -4,6 +4,7 @@ use super::scenario::{WINDOW, run};
 use super::*;
 use crate::stress::{Mode, Scenario};
 use sigmascale::attention::Cast;
+use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor};
 
 /// `lr-spike` in 18 steps, the transition at 12, the rate times 40 for 3.
@@ -99,7 +100,7 @@ fn lists_are_neither_empty_nor_name_a_thing_twice() {
     refused(short(&[]), "at least one policy");
     refused(short(&[PolicyKind::Current, PolicyKind::Current]), "policy current is named twice");
     refused(LabOptions { casts: vec![], ..short(&[PolicyKind::Current]) }, "at least one kind of casts");
-    refused(LabOptions { casts: vec![OnOverflow::NonFinite; 2], ..short(&[PolicyKind::Current]) }, "kind of casts NaN");
+    refused(LabOptions { casts: vec![OnOverflow::NonFinite; 2], ..short(&[PolicyKind::Current]) }, "kind of casts nan");
 }
 
 #[test]

@@ -10,6 +10,7 @@ use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, BackwardPrecision, Cast, Cpu, Delta, Inputs, Precision, PvAccumulator,
     Saved, backward,
 };
+use sigmascale::fp8::OnOverflow;
 use sigmascale::model::Checkpoint;
 use sigmascale::policy::{DelayedPaperConfig, PolicyConfig, PolicyKind};
 use state::Counters;
