@@ -97,7 +97,7 @@ constexpr bool kSink = SINK;
 constexpr bool kRawMax = kLogitsE4m3 || (kSoftCap && kTelemetry);
 // Keys and values lie in pages, and the lengths of sequences in device memory (scheduler_paged.cuh).
 constexpr bool kPaged = PAGED;
-// Values come as rows, and idle warps bring them into V's layout (transpose.cuh).
+// Values come as rows, and idle warps bring them into V's layout (values.cuh).
 constexpr bool kVRows = V_ROWS;
 // The tensor core's FP8 accumulator is narrower than f32 and truncates, so P V needs a second level of accumulation:
 //   Flush    O stays in the tensor core's accumulator, and is added to an f32 O in shared memory every FLUSH_KEYS
