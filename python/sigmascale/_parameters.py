@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Any, get_args
 
+from . import _native
 from ._arguments import count, one_of, positive, probability, share, whole
 from ._errors import ArgumentError
+from ._types import AmaxAlgorithm, Pooling
+
+# Parameters of the policies with their defaults, those of the native half.
+_DEFAULTS = {name: json.loads(parameters) for name, _, parameters in _native.policies()}
 
 
 class _Checked:
@@ -21,6 +26,10 @@ class _Checked:
 
 def _field(default: Any, check: Any) -> Any:
     return dataclasses.field(default=default, metadata={"check": check})
+
+
+def _default(policy: str, parameter: str, check: Any) -> Any:
+    return _field(_DEFAULTS[policy][parameter], check)
 
 
 def _factor(name, value):
@@ -50,18 +59,18 @@ class AutoC(_Checked):
     """``auto-c``: worst-case bounds for ``burn_in`` steps, then ``kappa`` times the ``quantile`` of amax / bound seen there, times
     the bound. ``pooling``: one such constant for each ``layer`` or ``head``, or one for the whole ``model``."""
 
-    burn_in: int = _field(100, count)
-    quantile: float = _field(0.9999, share)
-    kappa: float = _field(1.5, _factor)
-    pooling: Literal["model", "layer", "head"] = _field("layer", one_of("model", "layer", "head"))
+    burn_in: int = _default("auto-c", "burn_in", count)
+    quantile: float = _default("auto-c", "quantile", share)
+    kappa: float = _default("auto-c", "kappa", _factor)
+    pooling: Pooling = _default("auto-c", "pooling", one_of(*get_args(Pooling)))
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedPaper(_Checked):
     """``delayed-paper``: the largest amax of the last ``history`` steps is mapped onto ``margin`` times 448."""
 
-    history: int = _field(16, count)
-    margin: float = _field(0.9, share)
+    history: int = _default("delayed-paper", "history", count)
+    margin: float = _default("delayed-paper", "margin", share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +78,9 @@ class DelayedTe(_Checked):
     """``delayed-te``, TransformerEngine's: the largest amax of the last ``history`` steps, or with
     ``algorithm="most-recent"`` the last one, is mapped onto 448 / 2^``margin``."""
 
-    history: int = _field(1024, count)
-    algorithm: Literal["max", "most-recent"] = _field("max", one_of("max", "most-recent"))
-    margin: int = _field(0, lambda name, value: whole(name, value, least=-32, most=32))
+    history: int = _default("delayed-te", "history", count)
+    algorithm: AmaxAlgorithm = _default("delayed-te", "algorithm", one_of(*get_args(AmaxAlgorithm)))
+    margin: int = _default("delayed-te", "margin", lambda name, value: whole(name, value, least=-32, most=32))
 
 
 _NAMES = {AutoC: "auto-c", DelayedPaper: "delayed-paper", DelayedTe: "delayed-te"}

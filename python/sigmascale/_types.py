@@ -9,6 +9,9 @@ else:
     from typing_extensions import NotRequired, TypedDict
 
 Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
+Granularity = Literal["head", "layer"]
+Pooling = Literal["model", "layer", "head"]
+AmaxAlgorithm = Literal["max", "most-recent"]
 Operand = Literal["logit", "q", "k", "v", "o"]
 AlarmKind = Literal[
     "delta-bias",
@@ -107,7 +110,7 @@ class Method(TypedDict):
     bound: Literal["certain", "rank-aware", "spectrum"] | None
     estimator: Literal["gram", "power"]
     rotation: bool
-    granularity: Literal["head", "layer"]
+    granularity: Granularity
     as_paper: bool
     c: float | None
     layer_norm_mean_limit: NotRequired[float]
@@ -220,16 +223,16 @@ class Parameters(TypedDict):
 
     policy: Policy
     eta: NotRequired[float]
-    granularity: NotRequired[Literal["head", "layer"]]
+    granularity: NotRequired[Granularity]
     burn_in: NotRequired[int]
     quantile: NotRequired[float]
     kappa: NotRequired[float]
-    pooling: NotRequired[Literal["model", "layer", "head"]]
+    pooling: NotRequired[Pooling]
     max_restarts: NotRequired[int]
     history: NotRequired[int]
     initial: NotRequired[float]
     margin: NotRequired[float]
-    algorithm: NotRequired[Literal["max", "most-recent"]]
+    algorithm: NotRequired[AmaxAlgorithm]
 
 
 class Quantiles(TypedDict):

@@ -24,7 +24,7 @@ from ._errors import NonFiniteError, UnsupportedError
 from ._serving import ScaleStream
 
 if TYPE_CHECKING:
-    from ._hints import Engine, Layers, Model, Pairs
+    from ._options import Engine, Layers, Model, Pairs
 
 __all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "skyrl", "with_scales"]
 

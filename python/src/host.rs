@@ -4,7 +4,7 @@
 use crate::device::{Layer, Projection, QkNorm};
 use crate::errors::raise;
 use crate::policy::TailArguments;
-use crate::work::beside;
+use crate::threads::beside;
 use pyo3::prelude::*;
 use sigmascale::bound::{BoundKind, HeadBound, HeadBounds, LayerBounds, OperandBound, Tail};
 use sigmascale::geometry::LayerGeometry;

@@ -3,17 +3,17 @@
 //! Results that the command line prints as JSON cross as JSON text. The interpreter lock is released around work.
 
 mod attention;
+mod call;
+mod cpu_attention;
 mod device;
 mod diagnose;
 mod errors;
 mod host;
 mod latent;
 mod offline;
-mod paged;
 mod policy;
 mod serving;
-mod specification;
-mod work;
+mod threads;
 
 use pyo3::prelude::*;
 
@@ -34,12 +34,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(serving::refit, module)?)?;
     module.add_class::<serving::ScaleStream>()?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::policies, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::spec, module)?)?;
     module.add_class::<attention::Attention>()?;
-    module.add_class::<paged::Paged>()?;
     module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
-    module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
-    module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_attention::host_forward, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_attention::host_backward, module)?)?;
     module.add_class::<host::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;

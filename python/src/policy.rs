@@ -2,7 +2,7 @@
 
 use crate::device::stream;
 use crate::errors::raise;
-use crate::work::{OnDevice, on_device};
+use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::Error;
@@ -11,7 +11,9 @@ use sigmascale::bound::HeadBound;
 use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
-use sigmascale::model::AttentionSpec;
+use sigmascale::model::{
+    AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, RopeLayout,
+};
 use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, Tensor};
 use sigmascale::stats::stats_words;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -55,6 +57,99 @@ pub fn configs(name: &str, parameters: Option<&str>) -> Result<Vec<PolicyConfig>
         serde_json::from_value(config).map_err(invalid)
     };
     kinds.into_iter().map(with).collect()
+}
+
+/// Every policy: its name, whether it plans from bounds, and its parameters at their defaults as JSON.
+#[pyfunction]
+pub fn policies(py: Python<'_>) -> PyResult<Vec<(&'static str, bool, String)>> {
+    let row = |kind: PolicyKind| {
+        let bounded = matches!(kind, PolicyKind::Geometry | PolicyKind::GeometryCStar | PolicyKind::AutoC);
+        let parameters = serde_json::to_string(&PolicyConfig::from(kind));
+        let parameters = parameters.map_err(|error| Error::argument(format_args!("{}: {error}", kind.name())))?;
+        Ok::<_, Error>((kind.name(), bounded, parameters))
+    };
+    PolicyKind::ALL.into_iter().map(row).collect::<Result<_>>().map_err(|error| raise(py, &error))
+}
+
+/// A layer of the package, as far as policies depend on it.
+#[derive(FromPyObject)]
+pub struct PolicyLayer<'py> {
+    q: Bound<'py, PyAny>,
+    n_q_heads: usize,
+    n_kv_heads: usize,
+    d_head: usize,
+    norm: Option<String>,
+    gain: Option<Bound<'py, PyAny>>,
+    shift: Option<Bound<'py, PyAny>>,
+    q_bias: Option<Bound<'py, PyAny>>,
+    k_bias: Option<Bound<'py, PyAny>>,
+    v_bias: Option<Bound<'py, PyAny>>,
+    rotary: usize,
+    interleaved: bool,
+    rope_factor: f64,
+    softmax_scale: Option<f64>,
+    query_factor: f64,
+}
+
+impl PolicyLayer<'_> {
+    fn spec(&self, number: usize) -> LayerSpec {
+        let rope = Rope {
+            rotary_dim: self.rotary,
+            other_dims: Vec::new(),
+            layout: if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
+            attention_factor: self.rope_factor,
+            inv_freq: None,
+        };
+        LayerSpec {
+            number,
+            n_q_heads: self.n_q_heads,
+            n_kv_heads: self.n_kv_heads,
+            d_head: self.d_head,
+            rope: (self.rotary > 0).then_some(rope),
+            // Bounds on logits are of grown queries.
+            softmax_scale: self.query_factor * self.softmax_scale.unwrap_or((self.d_head as f64).sqrt().recip()),
+            temperature: None,
+            window: None,
+            sinks: false,
+            kv_source: None,
+            mla: None,
+        }
+    }
+}
+
+/// The attention spec of layers with as many heads, as JSON.
+#[pyfunction]
+pub fn spec(py: Python<'_>, layers: Vec<PolicyLayer<'_>>) -> PyResult<String> {
+    let Some(first) = layers.first() else {
+        return Err(raise(py, &Error::argument("a policy needs at least one layer")));
+    };
+    let kind = match first.norm.as_deref() {
+        Some("rms") => NormKind::RmsNorm,
+        Some(_) => NormKind::LayerNorm,
+        None => NormKind::None,
+    };
+    let spec = AttentionSpec {
+        name: "model".to_owned(),
+        family: "torch".to_owned(),
+        prefix: String::new(),
+        causal: true,
+        layers: layers.iter().enumerate().map(|(number, layer)| layer.spec(number)).collect(),
+        d_model: first.q.getattr("shape")?.get_item(1)?.extract()?,
+        norm: InputNorm {
+            kind,
+            gain: if first.gain.is_some() { GainForm::Plain } else { GainForm::Unit },
+            shift: first.shift.is_some(),
+        },
+        bias: QkvBias { q: first.q_bias.is_some(), k: first.k_bias.is_some(), v: first.v_bias.is_some() },
+        qk_norm: None,
+        soft_cap: None,
+        max_positions: None,
+        v_norm: false,
+        streams: None,
+        multipliers: None,
+        fp8_inputs: false,
+    };
+    serde_json::to_string(&spec).map_err(|error| raise(py, &Error::argument(format_args!("attention spec: {error}"))))
 }
 
 /// A checked policy with all its parameters, as JSON.

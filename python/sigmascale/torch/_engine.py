@@ -7,7 +7,7 @@ import torch
 
 from .. import _native
 from .._errors import UnsupportedError
-from . import _distributed, _host, _layers, _results
+from . import _distributed, _heads, _host, _layers
 
 
 class Engine:
@@ -122,8 +122,8 @@ class _Results:
 
     def copies(self, parts, indices):
         """Sources and targets, for layers of these numbers with so many entries each."""
-        runs = _results.runs([self._counts[index] for index in indices], parts, indices)
-        return _results.copies(self._values, self._targets, runs)
+        runs = _heads.runs([self._counts[index] for index in indices], parts, indices)
+        return _heads.copies(self._values, self._targets, runs)
 
 
 def _entries(layer):

@@ -5,7 +5,7 @@ import torch
 # The function itself: ``patched`` puts another in its place.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
-from ._casts import hidden
+from ._e4m3 import hidden
 from ._emulation import seen_rows
 
 

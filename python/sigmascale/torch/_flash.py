@@ -13,11 +13,11 @@ import torch
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
 from ._attention import How, attend, pair, typed
-from ._casts import E4M3, cast
+from ._e4m3 import E4M3, cast
 from ._terms import Sequences, checked
 
 if TYPE_CHECKING:
-    from ._hints import Backend, Fallback, Plan
+    from ._typing import Backend, Fallback, Plan
 
 
 def flash_attn_func(

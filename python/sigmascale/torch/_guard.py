@@ -20,8 +20,8 @@ from ._points import Point
 from ._runtime import Runtime
 
 if TYPE_CHECKING:
-    from ._hints import Group, Number
     from ._monitor import Monitor
+    from ._typing import Group, Number
 
 # Losses that are needed before one can be a spike.
 _LEAST_LOSSES = 100

@@ -9,7 +9,7 @@ import torch
 from .._errors import ArgumentError, UnsupportedError
 from ._attention import attend
 from ._cache import cast_heads
-from ._casts import E4M3
+from ._e4m3 import E4M3
 from ._flash import packed
 from ._plan import plan_of_module
 from ._terms import Sequences, readable

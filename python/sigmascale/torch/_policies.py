@@ -9,11 +9,11 @@ import torch
 from .. import _native
 from .._errors import MismatchError, SigmascaleError, UnsupportedError
 from . import _host
-from ._results import Target
+from ._heads import Target
 
-POLICIES: tuple[str, ...] = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
+POLICIES: tuple[str, ...] = tuple(name for name, _, _ in _native.policies())
 # Policies that plan from bounds.
-FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
+FROM_BOUNDS = tuple(name for name, bounded, _ in _native.policies() if bounded)
 
 
 class Geometry:
@@ -75,7 +75,7 @@ class Native(Geometry):
 
     def bind(self, runtime, found):
         groups = list(runtime._heads.groups().values())
-        specs = [json.dumps(_spec([found[index] for index in layers])) for layers in groups]
+        specs = [_native.spec([found[index] for index in layers]) for layers in groups]
         # Memory depends on no address: it stays where it is when weights move, and so do graphs that reach it.
         if self._specs is None:
             self._parts = [self._part(runtime, spec, layers) for spec, layers in zip(specs, groups)]
@@ -214,41 +214,3 @@ def make_policy(name, config, tail):
         return Geometry()
     return Current() if name == "current" else Native(name, config, tail)
 
-
-def _spec(found):
-    """The layers as the crate's attention spec."""
-    first = found[0]
-    rope = lambda layer: (
-        layer.rotary
-        and {
-            "rotary_dim": layer.rotary,
-            "layout": "interleaved" if layer.interleaved else "half-split",
-            "attention_factor": layer.rope_factor,
-            "inv_freq": None,
-        }
-    )
-    return {
-        "name": "model",
-        "family": "torch",
-        "causal": True,
-        "layers": len(found),
-        "d_model": first.q.shape[1],
-        "n_q_heads": first.n_q_heads,
-        "n_kv_heads": first.n_kv_heads,
-        "d_head": first.d_head,
-        "norm": {
-            "kind": {"rms": "rms-norm", "layer": "layer-norm", None: "none"}[first.norm],
-            "gain": "plain" if first.gain is not None else "unit",
-            "shift": first.shift is not None,
-        },
-        "bias": {key: getattr(first, f"{key}_bias") is not None for key in "qkv"},
-        "rope": [rope(layer) or None for layer in found],
-        "qk_norm": None,
-        # Bounds on logits are of grown queries.
-        "softmax_scale": [
-            layer.query_factor * (layer.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale)
-            for layer in found
-        ],
-        "soft_cap": None,
-        "max_positions": None,
-    }

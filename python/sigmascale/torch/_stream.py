@@ -17,7 +17,7 @@ from .. import _native
 from .._errors import ArgumentError, NonFiniteError
 from .._offline import _SAFETENSORS
 from .._parameters import Tail
-from . import _host, _layers, _results
+from . import _heads, _host, _layers
 
 _KINDS = {dtype: _SAFETENSORS[name] for dtype, name in _layers._DTYPES.items()}
 # Bits of a status that say that weights or bounds are not finite.
@@ -206,7 +206,7 @@ class _Engine:
         of = lambda place, kind: (
             place
             if isinstance(place, torch.Tensor)
-            else torch.as_tensor(_results.Memory(self._native, *place, kind), device=device)
+            else torch.as_tensor(_heads.Memory(self._native, *place, kind), device=device)
         )
         # Words in one type, so that copies keep their bits.
         self._heads, self._status = of(results["heads"], "<f4"), of(results["status"], "<i4").view(torch.float32)

@@ -1,9 +1,16 @@
-"""What one attention call computes beside its tensors, and which keys its queries see."""
+"""What one attention call computes beside its operands, and which keys its queries see."""
 
 import dataclasses
 import os
+import types
 
 import torch
+
+# What a forward keeps for a backward: nothing; q, k and v in E4M3; beside them the logarithm of each row's largest P, for dQ by a
+# product in FP8; or what the rounding of the output took, for delta of the output before it.
+NOTHING, OPERANDS, ROW_MAX, RESIDUAL = "nothing", "operands", "row-max", "residual"
+# What it keeps for the gradients that a caller may ask for.
+GRADIENTS = {None: OPERANDS, "dq_fp8": ROW_MAX, "unrounded_delta": RESIDUAL}
 
 _CHECK = os.environ.get("SIGMASCALE_CHECK", "0") == "1"
 
@@ -19,6 +26,11 @@ def checked(x):
     return (x.is_cpu or _CHECK) and readable(x)
 
 
+def _term(kind, **default):
+    """A field of the list below, with its type in the schema of operators."""
+    return dataclasses.field(metadata={"kind": kind}, **default)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sequences:
     """Where the sequences of a padded or packed batch lie: int32 ``(count,)`` on the operands' device, never read by the host.
@@ -27,13 +39,13 @@ class Sequences:
     are not read, and get zeros.
     """
 
-    q_starts: torch.Tensor
-    q_ends: torch.Tensor
-    k_starts: torch.Tensor
-    k_ends: torch.Tensor
+    q_starts: torch.Tensor = _term("Tensor?")
+    q_ends: torch.Tensor = _term("Tensor?")
+    k_starts: torch.Tensor = _term("Tensor?")
+    k_ends: torch.Tensor = _term("Tensor?")
     # At least as long as the longest.
-    max_len_q: int
-    max_len_k: int
+    max_len_q: int = _term("SymInt?")
+    max_len_k: int = _term("SymInt?")
 
     @property
     def places(self):
@@ -43,23 +55,65 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Mask, softmax scale, soft-cap, sinks and sequences of a call.
+    """What a call computes beside its operands: the one list of it.
 
-    Query i of a sequence stands at i + len_k - len_q, and sees ``window`` keys before it and after it (-1: all), none after it where
-    the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its head's row sums.
+    Schemas and fake implementations of the operators, what autograd saves, and keys of caches are made from these fields, and the
+    native half reads them by name (``Terms`` in ``python/src/call.rs``). A new term is a field here and one there.
+
+    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (-1: all),
+    none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
+    head's row sums.
     """
 
-    causal: bool
-    scale: float
-    window: tuple[int, int] = (-1, -1)
-    soft_cap: float | None = None
-    sinks: torch.Tensor | None = None
+    causal: bool = _term("bool")
+    scale: float = _term("float")
+    window_left: int = _term("int", default=-1)
+    window_right: int = _term("int", default=-1)
+    soft_cap: float | None = _term("float?", default=None)
+    sinks: torch.Tensor | None = _term("Tensor?", default=None)
+    # How P V is summed: "f16", or "fp8-N", promoted to f32 every N keys.
+    accumulator: str = _term("str", default="fp8-256")
+    # What the forward keeps for a backward.
+    keeps: str = _term("str", default=NOTHING)
+    # Of the operators it is all the fields of `Sequences`, or None for each.
     sequences: Sequences | None = None
+
+    @classmethod
+    def of(cls, flat):
+        """Terms from the arguments of an operator, :meth:`flat` again."""
+        own, places = flat[:_OWN_COUNT], flat[_OWN_COUNT:]
+        return cls(*own, sequences=None if places[0] is None else Sequences(*places))
+
+    def flat(self):
+        """All values, as the operators take them."""
+        sequences = self.sequences
+        own = [getattr(self, name) for name in _OWN]
+        return own + ([None] * len(_PLACES) if sequences is None else [getattr(sequences, name) for name in _PLACES])
+
+    def key(self):
+        """What sizes and choices of kernels may depend on: values, and shapes of tensors."""
+        return tuple(x.shape if isinstance(x, torch.Tensor) else x for x in self.flat())
+
+    def masked(self, causal, window, sequences):
+        """The same under another mask."""
+        left, right = window
+        return dataclasses.replace(self, causal=causal, window_left=left, window_right=right, sequences=sequences)
+
+    @property
+    def window(self):
+        """Keys seen to the left and to the right, -1 for all."""
+        return self.window_left, self.window_right
+
+    @property
+    def given(self):
+        """Names of the terms that dense attention does not have and this call has."""
+        differs = lambda x, nothing: x is not None if nothing is None else x != nothing
+        return tuple(name for name, nothing in _BEYOND_DENSE if differs(getattr(self, name), nothing))
 
     @property
     def dense(self):
         """Whether there is nothing but causality and the scale."""
-        return self.window == (-1, -1) and self.soft_cap is None and self.sinks is None and self.sequences is None
+        return not self.given
 
     def visible(self, batch, len_q, len_k, device):
         """True where a query sees a key, ``(batch or 1, 1, len_q, len_k)``; None where every query sees all."""
@@ -95,6 +149,30 @@ class Terms:
         row = (rows - q_starts[of] - (q_ends - q_starts)[of])[:, None]
         seen = (key >= 0) & (key < count) & inside[:, None]
         return seen & _in_window(key - count - row, left, 0 if self.causal else right)
+
+
+class Call(types.SimpleNamespace):
+    """A call as the native half reads it (``Call`` in ``python/src/call.rs``): terms, operands, and results to write."""
+
+    k = v = pages = stats = saved = row_max = residual = rope = None
+    # Of a backward.
+    d_out = dq = dk = dv = d_sinks = sums_limit = None
+    deterministic = False
+
+
+def _kinds(described):
+    return {f.name: f.metadata["kind"] for f in dataclasses.fields(described) if f.metadata}
+
+
+# Types in a schema by name, in the order of `Terms.flat`.
+KINDS = _kinds(Terms) | _kinds(Sequences)
+_OWN, _PLACES = tuple(_kinds(Terms)), tuple(_kinds(Sequences))
+_OWN_COUNT = len(_OWN)
+_BEYOND_DENSE = [
+    (f.name, f.default)
+    for f in dataclasses.fields(Terms)
+    if f.default is not dataclasses.MISSING and f.name not in ("accumulator", "keeps")
+]
 
 
 def _in_window(ahead, left, right):

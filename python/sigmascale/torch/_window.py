@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from .._errors import ArgumentError
-from . import _calls, _results
-from ._casts import MAX
+from . import _calls, _telemetry
+from ._e4m3 import MAX
 
 
 class Window:
@@ -47,7 +47,7 @@ class Window:
 
     def _fold(self, runtime):
         """Takes the present words in."""
-        words = _results.unsigned(runtime.words)
+        words = _telemetry.unsigned(runtime.words)
         # Words stay until a refresh: what has been taken is not of the next window.
         new = words != self._counted
         torch.maximum(self._largest, words * new, out=self._largest)
@@ -70,11 +70,11 @@ class Window:
         runtime = self._runtime()
         with torch.inference_mode(False):
             self._fold(runtime)
-            self._counted.copy_(_results.unsigned(runtime.words))
+            self._counted.copy_(_telemetry.unsigned(runtime.words))
             largest, total, peaks, *values = read(self._largest, self._total, self._peaks, *others)
             for tensor in (self._largest, self._total, self._peaks):
                 tensor.zero_()
-        logits = _results.extremes(torch.from_numpy(largest[..., :2]).long()).numpy()
+        logits = _telemetry.extremes(torch.from_numpy(largest[..., :2]).long()).numpy()
         rows = []
         for plan, counts in zip(runtime.layers, self._values):
             i, n_q = plan.index, plan.n_q_heads

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ._results import add_counts
+from ._telemetry import add_counts
 
 E4M3 = torch.float8_e4m3fn
 MAX = 448.0
@@ -33,7 +33,7 @@ def cast(x, descale, words=None):
 def _fused_cast():
     """The Triton kernel, where Triton is installed."""
     try:
-        from ._cast import cast as fused
+        from ._triton_cast import cast as fused
     except ImportError:
         return None
     return fused
