@@ -190,7 +190,7 @@ pub fn host_backward(py: Python<'_>, call: Call) -> PyResult<()> {
         // The kernel's bound on |v| is the range of E4M3, which has the error of this one unless V's descale is far too large.
         let fp8 = GradientProducts::Fp8(Fp8Products { dq: true, dp: false, value_slack: 1 });
         let kernel = BackwardPrecision::KERNEL;
-        let how = if call.terms.keeps == "row-max" { BackwardPrecision { products: fp8, ..kernel } } else { kernel };
+        let how = if call.terms.keeps == "fp8-dq" { BackwardPrecision { products: fp8, ..kernel } } else { kernel };
         let mut d_sinks = vec![0.0; sinks.as_ref().map_or(0, Vec::len)];
         for part in parts(&call)? {
             let saved = Saved { out: part.rows(&call.out), lse: part.rows(&call.lse) };

@@ -156,13 +156,13 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding(heads, d):
     direction, row = torch.randn_like(q), rows(heads[1])
     run = lambda step: torch.autograd.grad(step(q, k, v), (q, k, v), direction)
     plain = run(lambda q, k, v: fp8.attention(q, k, v, row))
-    step = lambda q, k, v: fp8.attention(q, k, v, row, gradients="dq_fp8")
+    step = lambda q, k, v: fp8.attention(q, k, v, row, gradients="fp8-dq")
     for ours in (run(step), run(torch.compile(step, fullgraph=True))):
         assert 5e-3 < relative(ours[0], plain[0]) < 8e-2, relative(ours[0], plain[0])
         assert all(relative(a, b) < 1e-3 for a, b in zip(ours[1:], plain[1:]))
     q, k, v = leaves(*tensors(1, 64, (2, 2), 136))
-    with pytest.raises(sigmascale.UnsupportedError, match="gradients='dq_fp8' is for heads of at most 128 on a GPU, not 136"):
-        fp8.attention(q, k, v, rows(2), gradients="dq_fp8")
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='fp8-dq' is for heads of at most 128 on a GPU, not 136"):
+        fp8.attention(q, k, v, rows(2), gradients="fp8-dq")
 
 
 @pytest.mark.parametrize(("heads", "d", "d_v"), [((8, 2), 128, 128), ((4, 4), 64, 64), ((2, 1), 128, 72)])
@@ -175,7 +175,7 @@ def test_delta_may_be_that_of_the_output_before_its_rounding(heads, d, d_v):
     calls = {
         "emulated": lambda q, k, v: fp8.attention(q, k, v, row, backend="emulated", accumulator="f16"),
         "plain": lambda q, k, v: fp8.attention(q, k, v, row),
-        "unrounded": lambda q, k, v: fp8.attention(q, k, v, row, gradients="unrounded_delta"),
+        "unrounded": lambda q, k, v: fp8.attention(q, k, v, row, gradients="unrounded-delta"),
     }
     outs = {name: call(q, k, v) for name, call in calls.items()}
     assert torch.equal(outs["plain"], outs["unrounded"])

@@ -76,12 +76,12 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding():
     q, k, v = operands(1, 200, (4, 2), 64)
     direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     run = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, rows(), **how), (q, k, v), direction)
-    usual, ours = run(), run(gradients="dq_fp8")
+    usual, ours = run(), run(gradients="fp8-dq")
     assert 1e-2 < error(ours[0], usual[0]) < 4e-2, error(ours[0], usual[0])
     assert torch.equal(ours[1], usual[1]) and torch.equal(ours[2], usual[2])
-    assert torch.equal(fp8.attention(q, k, v, rows(), gradients="dq_fp8"), fp8.attention(q, k, v, rows()))
-    with pytest.raises(sigmascale.UnsupportedError, match="gradients='dq_fp8' is for .* emulated"):
-        fp8.attention(q, k, v, rows(), backend="emulated", gradients="dq_fp8")
+    assert torch.equal(fp8.attention(q, k, v, rows(), gradients="fp8-dq"), fp8.attention(q, k, v, rows()))
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='fp8-dq' is for .* emulated"):
+        fp8.attention(q, k, v, rows(), backend="emulated", gradients="fp8-dq")
 
 
 def test_bytes_and_two_outputs_are_all_that_is_saved():
@@ -141,7 +141,7 @@ def made(kind):
 def test_the_operators_pass_the_checks_of_pytorch(report, kind):
     q, k, v = operands()
     descales = [x.expand(2, -1) for x in rows()]
-    keeps = {"dq in fp8": _terms.ROW_MAX, "unrounded delta": _terms.RESIDUAL}
+    keeps = {"dq in fp8": _terms.FP8_DQ, "unrounded delta": _terms.UNROUNDED_DELTA}
     terms = kept(**made(kind)) if kind in KINDS else kept(keeps=keeps[kind])
     alone = terms if terms.sinks is None else dataclasses.replace(terms, sinks=terms.sinks.detach())
     for saves in (True, False):
@@ -211,7 +211,7 @@ def test_delta_may_be_that_of_the_output_before_its_rounding(sinks):
         return error(gradients[0], theirs[0])
 
     call = lambda **how: fp8.attention(q, k, v, row, causal=False, sinks=sinks, **how)
-    rounded, unrounded = call(), call(gradients="unrounded_delta")
+    rounded, unrounded = call(), call(gradients="unrounded-delta")
     assert torch.equal(rounded, unrounded), "the output itself does not change"
     want, _ = reference(q, k, v, terms, row)
     direction = rounded.detach()
@@ -231,16 +231,16 @@ def test_a_plan_may_ask_for_it_and_calls_that_cannot_say_so():
     q, k, v = operands()
     plan = runtime.layers[0]
     grads = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, plan, **how).float().square().sum(), q)[0]
-    usual, asked = grads(), grads(gradients="unrounded_delta")
+    usual, asked = grads(), grads(gradients="unrounded-delta")
     assert not torch.equal(usual, asked)
     plan.unrounded_delta = True
     assert torch.equal(grads(), asked)
     with pytest.raises(sigmascale.ArgumentError, match="leave one of the two out"):
-        grads(gradients="dq_fp8")
-    with pytest.raises(sigmascale.ArgumentError, match="gradients='unrounded_delta' is for the accumulator 'f16', not 'fp8-256'"):
+        grads(gradients="fp8-dq")
+    with pytest.raises(sigmascale.ArgumentError, match="gradients='unrounded-delta' is for the accumulator 'f16', not 'fp8-256'"):
         grads(accumulator="fp8-256")
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    with pytest.raises(sigmascale.UnsupportedError, match="unrounded_delta is for this package's attention, .* dropout 0.1"):
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='unrounded-delta' is for this package's attention, .* dropout 0.1"):
         fp8.scaled_dot_product_attention(*heads, dropout_p=0.1, enable_gqa=True, plan=plan, fallback="bf16")
     # Without gradients nothing changes, and nothing is refused.
     with torch.no_grad():
@@ -351,8 +351,8 @@ def test_operands_in_e4m3_are_taken_as_they_are():
         ("accumulator 256 must be", {"accumulator": 256}),
         ("fallback 'fp32' must be", {"fallback": "fp32"}),
         ("has an accumulator of its own", {"accumulator": "f16", "backend": "fa3"}),
-        ("gradients='dq_fp8' is for the accumulator 'f16'", {"accumulator": "fp8-256", "gradients": "dq_fp8"}),
-        ("gradients 'fp8' is not one of None, 'dq_fp8', 'unrounded_delta'", {"gradients": "fp8"}),
+        ("gradients='fp8-dq' is for the accumulator 'f16'", {"accumulator": "fp8-256", "gradients": "fp8-dq"}),
+        ("gradients 'fp8' must be 'fp8-dq', 'unrounded-delta' or None", {"gradients": "fp8"}),
     ],
 )
 def test_choices_that_are_none_are_refused(message, options):

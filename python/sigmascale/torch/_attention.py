@@ -17,10 +17,10 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope, _terms
+from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope
 from ._e4m3 import E4M3, dequantised
 from ._plan import LayerPlan
-from ._terms import GRADIENTS, Terms
+from ._terms import FP8_DQ, NOTHING, OPERANDS, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
     from ._typing import Backend, Fallback, Gradients, Plan, Rotation
@@ -111,9 +111,9 @@ def attention(
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
     where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
 
-    ``gradients``: how the backward computes dQ, of the two below or as usual. ``"dq_fp8"``: by a product in FP8, for heads
+    ``gradients``: how the backward computes dQ, of the two below or as usual. ``"fp8-dq"``: by a product in FP8, for heads
     of at most 128 on a GPU. A step is about 3 % faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's
-    descale is far above what V needs. ``"unrounded_delta"``: from the output before its rounding to bfloat16. The forward
+    descale is far above what V needs. ``"unrounded-delta"``: from the output before its rounding to bfloat16. The forward
     keeps what the rounding took (2 bytes more per element of the output from forward to backward). The error of delta, which
     has one sign where row maxima repeat and made trainings diverge, is gone then. ``plan.unrounded_delta`` sets it for a layer.
 
@@ -156,9 +156,8 @@ class How:
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
-        if self.gradients not in GRADIENTS:
-            names = ", ".join(repr(name) for name in GRADIENTS)
-            raise ArgumentError(f"gradients {self.gradients!r} is not one of {names}")
+        if self.gradients not in (None, FP8_DQ, UNROUNDED_DELTA):
+            raise ArgumentError(f"gradients {self.gradients!r} must be {FP8_DQ!r}, {UNROUNDED_DELTA!r} or None")
         if self.gradients is not None and given not in (None, "f16"):
             raise ArgumentError(
                 f"gradients={self.gradients!r} is for the accumulator 'f16', not {given!r}: leave one of the two out"
@@ -216,19 +215,19 @@ def attend(
     """
     q, k, v = lowered(q, k, v)
     check(q, k, v, sequences)
-    if isinstance(plan, LayerPlan) and plan.unrounded_delta and how.gradients != "unrounded_delta":
+    if isinstance(plan, LayerPlan) and plan.unrounded_delta and how.gradients != UNROUNDED_DELTA:
         if how.gradients is not None:
             raise ArgumentError(
                 f"gradients={how.gradients!r} takes delta from the rounded output, and the plan of {plan.name} asks for "
                 "unrounded_delta: leave one of the two out"
             )
-        how = dataclasses.replace(how, gradients="unrounded_delta")
+        how = dataclasses.replace(how, gradients=UNROUNDED_DELTA)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     sinks, window = _sinks(sinks, q), _window(window, causal, *lengths)
     saves = _saves(q, k, v, sinks)
     # Operands that are E4M3 already have no dQ.
-    keeps = _terms.NOTHING if not saves else GRADIENTS[None if q.dtype == E4M3 else how.gradients]
+    keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
     terms = Terms(causal, call.scale, *window, _softcap(softcap), sinks, accumulator, keeps, sequences)
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
@@ -244,11 +243,11 @@ def attend(
         rope = _rope.checked(rope, q, k)
         if reason is not None or not _turns_in_cast(q, k, v, terms, call):
             (q, k), rope = _rope.turned(rope, q, k), None
-    refused, unrounded = reason is not None, keeps == _terms.RESIDUAL
+    refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
     if refused and unrounded:
         raise UnsupportedError(
-            f"unrounded_delta is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels take delta "
-            "from their rounded output: leave unrounded_delta out"
+            f"gradients={UNROUNDED_DELTA!r} is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels "
+            "take delta from their rounded output: leave it out"
         )
     # PyTorch's own gives a log-sum-exp by a slow way alone.
     if not refused and not unrounded and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
@@ -325,7 +324,7 @@ def _slower(q, k, v, terms):
     """Why BF16 is known to be faster for a call, or None."""
     if not _backends.measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
         return None
-    first, reason = _measured.limit(terms.keeps != _terms.NOTHING, q.shape[2], k.shape[2], q.shape[3], terms.causal)
+    first, reason = _measured.limit(terms.keeps != NOTHING, q.shape[2], k.shape[2], q.shape[3], terms.causal)
     return reason if k.shape[1] < first else None
 
 
@@ -346,7 +345,7 @@ def _call(q, k, v, terms, call, rope=None):
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
     if len(descales) == 3:
         descales = (*descales, None)
-    if rope is not None and terms.keeps != _terms.NOTHING:
+    if rope is not None and terms.keeps != NOTHING:
         q, k = _rope.turned_back(rope, q, k)
     out, lse, *_ = _ops.run(q, k, v, descales, terms, call.backend, call.label, call.words, rope)
     return out, lse
@@ -397,9 +396,9 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
     if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
         raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
     widest = max(q.shape[3], v.shape[3])
-    if how.gradients == "dq_fp8" and q.is_cuda and widest > 128:
+    if how.gradients == FP8_DQ and q.is_cuda and widest > 128:
         raise UnsupportedError(
-            f"gradients='dq_fp8' is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer"
+            f"gradients='fp8-dq' is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer"
         )
     # The descales of a plan alone say where the call would be counted.
     may_be_bf16 = backend == "auto" and label is not None and not plan.remembers

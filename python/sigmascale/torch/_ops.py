@@ -89,16 +89,15 @@ def _report(words, called, n_q):
 
 
 # The backends that keep more than the operands.
-_KEEPERS = {_terms.ROW_MAX: ("native",), _terms.RESIDUAL: ("native", "emulated")}
+_KEEPERS = {_terms.FP8_DQ: ("native",), _terms.UNROUNDED_DELTA: ("native", "emulated")}
 
 
 def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
     _distributed.refuse_context_parallel()
     chosen = _backends.choose(backend, q, v, terms)
     if chosen.name not in _KEEPERS.get(terms.keeps, (chosen.name,)):
-        asked = next(name for name, keeps in _terms.GRADIENTS.items() if keeps == terms.keeps)
         raise UnsupportedError(
-            f"gradients={asked!r} is for this package's kernels, and {chosen.name} takes this call: leave it out"
+            f"gradients={terms.keeps!r} is for this package's kernels, and {chosen.name} takes this call: leave it out"
         )
     row_max, residual = _row_max(q, terms), _residual(q, v, terms)
     beside = {"row_max": row_max} if row_max.numel() else {}
@@ -120,13 +119,13 @@ def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
 def _row_max(q, terms):
     """Room for the rows' largest P. The CPU computes them again, and q in E4M3 gets no gradient."""
     batch, length, heads, _ = q.shape
-    kept = terms.keeps == _terms.ROW_MAX and not q.is_cpu and q.dtype != E4M3
+    kept = terms.keeps == _terms.FP8_DQ and not q.is_cpu and q.dtype != E4M3
     return q.new_empty((batch, heads, length) if kept else (0,), dtype=torch.float32)
 
 
 def _residual(q, v, terms):
     """Room for what the rounding of the output takes. q in E4M3 gets no gradient."""
-    kept = terms.keeps == _terms.RESIDUAL and q.dtype != E4M3
+    kept = terms.keeps == _terms.UNROUNDED_DELTA and q.dtype != E4M3
     return q.new_empty((*q.shape[:3], v.shape[3]) if kept else (0,), dtype=torch.bfloat16)
 
 

@@ -8,9 +8,7 @@ import torch
 
 # What a forward keeps for a backward: nothing; q, k and v in E4M3; beside them the logarithm of each row's largest P, for dQ by a
 # product in FP8; or what the rounding of the output took, for delta of the output before it.
-NOTHING, OPERANDS, ROW_MAX, RESIDUAL = "nothing", "operands", "row-max", "residual"
-# What it keeps for the gradients that a caller may ask for.
-GRADIENTS = {None: OPERANDS, "dq_fp8": ROW_MAX, "unrounded_delta": RESIDUAL}
+NOTHING, OPERANDS, FP8_DQ, UNROUNDED_DELTA = "nothing", "operands", "fp8-dq", "unrounded-delta"
 
 _CHECK = os.environ.get("SIGMASCALE_CHECK", "0") == "1"
 
