@@ -47,7 +47,7 @@ def test_the_backward_softmax_sums_to_one():
 
     seen = [_e4m3.cast(x, torch.full((2, 2), 0.02)).float() * 0.02 for x in (q, k)]
     logits = seen[0].transpose(1, 2) @ seen[1].repeat_interleave(2, dim=2).permute(0, 2, 3, 1) * 32**-0.5
-    logits = logits.masked_fill(_e4m3.hidden(33, 33, "cpu"), float("-inf"))
+    logits = logits.masked_fill(_terms.hidden(33, 33, "cpu"), float("-inf"))
     assert torch.allclose(torch.exp(logits - lse[..., None]).sum(dim=3), torch.ones(2, 4, 33), atol=1e-3)
 
 

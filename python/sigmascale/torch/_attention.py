@@ -251,7 +251,7 @@ def attend(
         )
     # PyTorch's own gives a log-sum-exp by a slow way alone.
     if not refused and not unrounded and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
-        reason = _slower(q, k, v, calls[0])
+        reason = _measured.slower(q, k, v, calls[0])
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
@@ -320,14 +320,6 @@ def _refusal(q, v, terms, call):
     return None
 
 
-def _slower(q, k, v, terms):
-    """Why BF16 is known to be faster for a call, or None."""
-    if not _backends.measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
-        return None
-    first, reason = _measured.limit(terms.keeps != NOTHING, q.shape[2], k.shape[2], q.shape[3], terms.causal)
-    return reason if k.shape[1] < first else None
-
-
 def _saves(*tensors):
     """Whether a backward follows."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -337,7 +329,7 @@ def _turns_in_cast(q, k, v, terms, call):
     """Whether the kernels' cast can turn q and k: nobody else sees them before."""
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
         return False
-    return _backends.choose(call.backend, q, v, terms).name == "native"
+    return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
 
 def _call(q, k, v, terms, call, rope=None):

@@ -68,31 +68,19 @@ def _installed(name):
 
 
 def choose(name, q, v, terms):
-    """The backend of a call; ``auto`` takes a kernel that offers it, else the emulation."""
+    """The backend of a call, and why; ``auto`` takes a kernel that offers it, else the emulation."""
     if name != "auto":
-        return backend(name)
+        return backend(name), f"backend={name!r}"
     kernel = kernel_for(q, v, terms)
     if kernel is None and q.is_cuda:
         _warn_of_emulation(q.shape[3], torch.cuda.get_device_capability(q.device))
-    return backend(kernel or "emulated")
-
-
-def measured(q, v):
-    """Whether a call is of the kind that was timed beside BF16: on Hopper, from 16 bits a value."""
-    return q.is_cuda and q.element_size() == 2 and q.shape[3] == v.shape[3] and _on_hopper(q.device)
-
-
-# A constant of compiled code.
-@torch.compiler.assume_constant_result
-def _on_hopper(device):
-    return Native.on_hopper(device)
+    kernel = kernel or "emulated"
+    return backend(kernel), _reason(kernel, q.shape[3], q.is_cuda)
 
 
 @functools.cache
-def reason(asked, name, d_head, cuda):
-    """Why this backend ran a call for which ``asked`` was given."""
-    if asked != "auto":
-        return f"backend={asked!r}"
+def _reason(name, d_head, cuda):
+    """Why ``auto`` took this backend."""
     if name == "native":
         return "this package's kernels take it" if cuda else "on the CPU the crate's own attention runs"
     if name == "fa3":

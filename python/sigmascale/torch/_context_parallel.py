@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _attention, _backends, _e4m3
 from ._plan import LayerPlan
-from ._terms import Terms
+from ._terms import Terms, hidden
 
 if TYPE_CHECKING:
     from ._typing import Group, Kernels, Plan
@@ -68,7 +68,7 @@ def _logits(q8, k8, v8, descales, causal, scale):
     q, k, v = (x.transpose(1, 2) for x in (next(values), every(next(values)), every(next(values))))
     logits = (q @ k.transpose(2, 3)) * scale
     if causal:
-        logits = logits.masked_fill(_e4m3.hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
+        logits = logits.masked_fill(hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
     return logits, (q, k, v)
 
 

@@ -4,9 +4,8 @@ import torch
 
 from .. import _native
 from ._e4m3 import E4M3, cast_all, spread
-from ._emulation import seen_rows
 from ._telemetry import add
-from ._terms import NOTHING, Call
+from ._terms import NOTHING, Call, seen_rows
 
 
 def forward(q, k, v, descales, terms, words, residual=None):

@@ -69,9 +69,3 @@ def cast_all(q, k, v, descales, words=None):
 def dequantised(x, descale):
     """What the kernel saw of ``x``, in BF16."""
     return (cast(x, descale).float() * spread(descale, x.shape[2])).to(torch.bfloat16)
-
-
-def hidden(len_q, len_k, device):
-    """True where a causal query does not see a key; the last query sees all keys."""
-    rows = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
-    return torch.arange(len_k, device=device)[None, :] > rows

@@ -3,7 +3,7 @@
 import torch
 
 from ._e4m3 import E4M3, P_SCALE, cast_all
-from ._terms import within
+from ._terms import seen_rows, within
 
 
 class Emulated:
@@ -64,14 +64,6 @@ class Emulated:
         share = torch.exp(terms.sinks.float().view(-1, 1) - lse)
         share = torch.where(seen.any(dim=3), share, 0.0)
         return (*grads, -(share * delta.squeeze(3)).sum(dim=(0, 2)))
-
-
-def seen_rows(q, k, v, terms):
-    """The operands with zeros where no sequence lies."""
-    if terms.sequences is None:
-        return q, k, v
-    q_starts, q_ends, k_starts, k_ends = terms.sequences.places
-    return within(q, q_starts, q_ends), within(k, k_starts, k_ends), within(v, k_starts, k_ends)
 
 
 def _in_sequence(q8, terms):

@@ -94,7 +94,7 @@ _KEEPERS = {_terms.FP8_DQ: ("native",), _terms.UNROUNDED_DELTA: ("native", "emul
 
 def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
     _distributed.refuse_context_parallel()
-    chosen = _backends.choose(backend, q, v, terms)
+    chosen, why = _backends.choose(backend, q, v, terms)
     if chosen.name not in _KEEPERS.get(terms.keeps, (chosen.name,)):
         raise UnsupportedError(
             f"gradients={terms.keeps!r} is for this package's kernels, and {chosen.name} takes this call: leave it out"
@@ -109,9 +109,7 @@ def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
         descales = _of_backend(chosen, descales if descales[-1] is not None else descales[:3])
         out, lse, operands = chosen.forward(q, k, v, descales, terms, words, **beside)
     out, lse, keeps = out.contiguous(), lse.contiguous(), terms.keeps != _terms.NOTHING
-    layer = _calls.layer_of(label)
-    _calls.count(layer, chosen.name, _backends.reason(backend, chosen.name, q.shape[3], q.is_cuda))
-    _calls.saw(layer, q, k, v, lse, keeps, words is not None)
+    _calls.ran(label, chosen.name, why, q, k, v, lse, keeps, words is not None)
     saved = (x.contiguous().view(torch.uint8) if keeps else x.new_empty(0, dtype=torch.uint8) for x in operands)
     return (out, lse, *saved, row_max, residual)
 
@@ -143,7 +141,7 @@ def _backward(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, v_desca
     *flat, backend = rest
     terms, operands = Terms.of(flat), [x.view(E4M3) for x in (q8, k8, v8)]
     row_max, residual = (None if x is None or x.numel() == 0 else x for x in (row_max, residual))
-    chosen = _backends.choose(backend, operands[0], operands[2], terms)
+    chosen, _ = _backends.choose(backend, operands[0], operands[2], terms)
     with _in_full(chosen, grad.device):
         descales = _of_backend(chosen, (q_descale, k_descale, v_descale))
         _calls.saw_backward(lse, grad, operands, descales, out, terms, residual)

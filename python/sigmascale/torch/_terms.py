@@ -191,3 +191,17 @@ def within(x, starts, ends):
     rows = torch.arange(x.shape[0] * x.shape[1], device=x.device)
     _, inside = _sequence_of(starts.long(), ends.long(), rows)
     return torch.where(inside.view(*x.shape[:2], 1, 1), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def seen_rows(q, k, v, terms):
+    """The operands with zeros where no sequence lies."""
+    if terms.sequences is None:
+        return q, k, v
+    q_starts, q_ends, k_starts, k_ends = terms.sequences.places
+    return within(q, q_starts, q_ends), within(k, k_starts, k_ends), within(v, k_starts, k_ends)
+
+
+def hidden(len_q, len_k, device):
+    """True where a causal query does not see a key; the last query sees all keys."""
+    rows = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
+    return torch.arange(len_k, device=device)[None, :] > rows
