@@ -190,7 +190,7 @@ def _terms(case):
     if case.lengths:
         cu_seqlens, longest = case.cu_seqlens(), max(case.lengths)
         sequences = packed(cu_seqlens, cu_seqlens, longest, longest)
-    return Terms(case.causal, case.scale, case.sides[0], sequences=sequences)
+    return Terms(case.causal, case.scale).masked(case.causal, (case.sides[0], -1), sequences)
 
 
 class CudnnGraph:

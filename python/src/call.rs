@@ -99,8 +99,8 @@ pub struct Sequences {
 pub struct Terms {
     causal: bool,
     pub scale: f64,
-    window_left: i64,
-    window_right: i64,
+    window_left: Option<usize>,
+    window_right: Option<usize>,
     pub soft_cap: Option<f64>,
     pub sinks: Option<Array>,
     accumulator: String,
@@ -110,8 +110,7 @@ pub struct Terms {
 
 impl Terms {
     pub fn mask(&self) -> Mask {
-        let [window_left, window_right] = [self.window_left, self.window_right].map(|keys| usize::try_from(keys).ok());
-        Mask { causal: self.causal, window_left, window_right }
+        Mask { causal: self.causal, window_left: self.window_left, window_right: self.window_right }
     }
 
     pub fn accumulator(&self) -> Result<PvAccumulator> {

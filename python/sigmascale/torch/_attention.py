@@ -292,7 +292,7 @@ def _window(window, causal, queries, keys):
     """A window without the sides that hide nothing."""
     left, right = window
     hides = lambda width, most: width is not None and 0 <= width < most - 1
-    return left if hides(left, keys) else -1, right if not causal and hides(right, max(queries, keys)) else -1
+    return left if hides(left, keys) else None, right if not causal and hides(right, max(queries, keys)) else None
 
 
 def _softcap(softcap):

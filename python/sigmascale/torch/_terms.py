@@ -1,6 +1,7 @@
 """What one attention call computes beside its operands, and which keys its queries see."""
 
 import dataclasses
+import operator
 import os
 import types
 
@@ -51,22 +52,23 @@ class Sequences:
         return self.q_starts, self.q_ends, self.k_starts, self.k_ends
 
 
-@dataclasses.dataclass(frozen=True)
+# Not frozen, which would take longer to make than the rest of a call.
+@dataclasses.dataclass
 class Terms:
-    """What a call computes beside its operands: the one list of it.
+    """What a call computes beside its operands: the one list of it, whose values do not change once it is made.
 
     Schemas and fake implementations of the operators, what autograd saves, and keys of caches are made from these fields, and the
     native half reads them by name (``Terms`` in ``python/src/call.rs``). A new term is a field here and one there.
 
-    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (-1: all),
-    none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
+    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
+    all), none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
     head's row sums.
     """
 
     causal: bool = _term("bool")
     scale: float = _term("float")
-    window_left: int = _term("int", default=-1)
-    window_right: int = _term("int", default=-1)
+    window_left: int | None = _term("int?", default=None)
+    window_right: int | None = _term("int?", default=None)
     soft_cap: float | None = _term("float?", default=None)
     sinks: torch.Tensor | None = _term("Tensor?", default=None)
     # How P V is summed: "f16", or "fp8-N", promoted to f32 every N keys.
@@ -90,23 +92,24 @@ class Terms:
 
     def key(self):
         """What sizes and choices of kernels may depend on: values, and shapes of tensors."""
-        return tuple(x.shape if isinstance(x, torch.Tensor) else x for x in self.flat())
+        tensors = [getattr(getattr(self, name), "shape", None) for name in _TENSORS]
+        places = self.sequences
+        return *_values(self), *tensors, places and (places.q_starts.shape, places.max_len_q, places.max_len_k)
 
     def masked(self, causal, window, sequences):
         """The same under another mask."""
-        left, right = window
+        left, right = (keys if keys >= 0 else None for keys in window)
         return dataclasses.replace(self, causal=causal, window_left=left, window_right=right, sequences=sequences)
 
     @property
     def window(self):
         """Keys seen to the left and to the right, -1 for all."""
-        return self.window_left, self.window_right
+        return tuple(-1 if keys is None else keys for keys in (self.window_left, self.window_right))
 
     @property
     def given(self):
         """Names of the terms that dense attention does not have and this call has."""
-        differs = lambda x, nothing: x is not None if nothing is None else x != nothing
-        return tuple(name for name, nothing in _BEYOND_DENSE if differs(getattr(self, name), nothing))
+        return tuple([name for name in BEYOND_DENSE if getattr(self, name) is not None])
 
     @property
     def dense(self):
@@ -166,11 +169,9 @@ def _kinds(described):
 KINDS = _kinds(Terms) | _kinds(Sequences)
 _OWN, _PLACES = tuple(_kinds(Terms)), tuple(_kinds(Sequences))
 _OWN_COUNT = len(_OWN)
-_BEYOND_DENSE = [
-    (f.name, f.default)
-    for f in dataclasses.fields(Terms)
-    if f.default is not dataclasses.MISSING and f.name not in ("accumulator", "keeps")
-]
+BEYOND_DENSE = [f.name for f in dataclasses.fields(Terms) if f.default is None]
+_values = operator.attrgetter(*(name for name, kind in _kinds(Terms).items() if kind != "Tensor?"))
+_TENSORS = [name for name, kind in _kinds(Terms).items() if kind == "Tensor?"]
 
 
 def _in_window(ahead, left, right):
