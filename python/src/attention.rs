@@ -55,7 +55,11 @@ impl Attention {
         let [q_starts, q_ends, k_starts, k_ends] = [Element::I32; 4].map(one);
         let has = |name: &str| given.iter().any(|term| term == name);
         let terms = Terms {
-            mask: Mask { causal, window_left: has("window_left").then_some(0), window_right: has("window_right").then_some(0) },
+            mask: Mask {
+                causal,
+                window_left: has("window_left").then_some(0),
+                window_right: has("window_right").then_some(0),
+            },
             softmax_scale: 1.0,
             soft_cap: has("soft_cap").then_some(1.0),
             sinks: has("sinks").then(|| one(Element::F32)),

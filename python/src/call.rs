@@ -7,8 +7,8 @@ use pyo3::sync::PyOnceLock;
 use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::DevicePtr;
 use sigmascale::device::attention::{
-    BackwardOptions, BackwardTensors, Delta, Descales, Element, NewTokens, PagedCache, PagedRope, PagedTensors, RowBounds, SavedOperands,
-    Tensors, ValuePages, View,
+    BackwardOptions, BackwardTensors, Delta, Descales, Element, NewTokens, PagedCache, PagedRope, PagedTensors,
+    RowBounds, SavedOperands, Tensors, ValuePages, View,
 };
 use sigmascale::device::attention::{Rope as Tables, Sequences as Places, Terms as DeviceTerms};
 use sigmascale::{Error, Result};
@@ -69,7 +69,8 @@ impl Array {
 
     /// The same with its elements taken as `element`.
     fn view_as<const R: usize>(&self, name: &str, element: Element) -> Result<View<R>> {
-        let (Ok(shape), Ok(strides)) = (<[usize; R]>::try_from(&self.shape[..]), <[i64; R]>::try_from(&self.strides[..]))
+        let (Ok(shape), Ok(strides)) =
+            (<[usize; R]>::try_from(&self.shape[..]), <[i64; R]>::try_from(&self.strides[..]))
         else {
             return Err(Error::argument(format_args!("{name} must have {R} dimensions, not {}", self.shape.len())));
         };

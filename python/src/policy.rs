@@ -11,9 +11,7 @@ use sigmascale::bound::HeadBound;
 use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
-use sigmascale::model::{
-    AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, RopeLayout,
-};
+use sigmascale::model::{AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, RopeLayout};
 use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, Tensor};
 use sigmascale::stats::stats_words;
 use std::sync::{Mutex, MutexGuard, PoisonError};
