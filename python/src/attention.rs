@@ -1,38 +1,24 @@
 //! The attention kernels, forward and backward, on rows and on pages, over tensors that Python owns.
 
-use crate::call::{Array, Call, OnDevice as Described};
+use crate::call::{Array, Call};
 use crate::device::stream;
 use crate::errors::raise;
 use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
+use sigmascale::attention::{AttentionShape, Mask};
 use sigmascale::cuda::{Device, DevicePtr};
-use sigmascale::device::attention::{BackwardEngine, Cuda, Element, PagedEngine, Sequences, Terms, View};
-use sigmascale::{Error, Result};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use sigmascale::device::attention::{BackwardEngine, Cuda, DeviceCall, Element, Sequences, View};
+use std::sync::{Mutex, PoisonError};
 
 /// The kernels on one device.
 #[pyclass(frozen)]
 pub struct Attention {
-    cuda: OnDevice<Cuda>,
+    /// Without and with a check of lengths and block tables before each call on pages.
+    cuda: [OnDevice<Cuda>; 2],
     backward: OnDevice<BackwardEngine>,
-    /// Those of calls on pages, without and with a check of lengths and block tables before each call.
-    paged: [OnceLock<OnDevice<PagedEngine>>; 2],
     /// The kernels of one call begin before the one in front of them has ended, and rely on it being their own: those of two
     /// threads must not mix on one stream.
     launching: Mutex<()>,
-}
-
-impl Attention {
-    fn paged(&self, checks: bool) -> Result<&PagedEngine> {
-        let place = &self.paged[usize::from(checks)];
-        if place.get().is_none() {
-            let engine = PagedEngine::new(self.cuda.device())?.with_table_checks(checks);
-            // Another thread may have made it meanwhile.
-            let _ = place.set(OnDevice::new(engine));
-        }
-        Ok(place.get().expect("set above"))
-    }
 }
 
 #[pymethods]
@@ -41,8 +27,9 @@ impl Attention {
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
-            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), OnDevice::new(BackwardEngine::new(&device)?));
-            Ok(Self { cuda, backward, paged: Default::default(), launching: Mutex::new(()) })
+            let cuda = |checks| Cuda::new(&device).map(|cuda| OnDevice::new(cuda.with_table_checks(checks)));
+            let backward = OnDevice::new(BackwardEngine::new(&device)?);
+            Ok(Self { cuda: [cuda(false)?, cuda(true)?], backward, launching: Mutex::new(()) })
         })
     }
 
@@ -54,7 +41,8 @@ impl Attention {
         let one = |element| unsafe { View::<1>::new(DevicePtr(256), element, [1], [1]) };
         let [q_starts, q_ends, k_starts, k_ends] = [Element::I32; 4].map(one);
         let has = |name: &str| given.iter().any(|term| term == name);
-        let terms = Terms {
+        let call = DeviceCall {
+            shape,
             mask: Mask {
                 causal,
                 window_left: has("window_left").then_some(0),
@@ -72,71 +60,57 @@ impl Attention {
                 max_len_k: 1,
             }),
         };
-        Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::F16, true).is_ok()
+        call.check().is_ok()
     }
 
     /// Bytes of workspace of a forward.
     fn forward_bytes(&self, py: Python<'_>, call: Call) -> PyResult<usize> {
-        let bytes = || match call.forward()? {
-            Described::Rows(terms, tensors) => {
-                let (shape, saves) = (call.shape()?, tensors.saved.is_some());
-                Cuda::workspace_bytes(&shape, &terms, call.q.element()?, tensors.accumulator, saves)
-            }
-            Described::Pages(_, tensors) => PagedEngine::workspace_bytes(&tensors),
-        };
-        bytes().map_err(|error| raise(py, &error))
+        let bytes = call.forward().and_then(|(call, tensors)| Cuda::workspace_bytes(&call, &tensors));
+        bytes.map_err(|error| raise(py, &error))
     }
 
     /// Puts cast and attention on the stream, or append and attention of a call on pages.
     fn forward(&self, py: Python<'_>, call: Call, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let (described, workspace) = (call.forward()?, workspace.view::<1>("workspace")?);
-            let stream = self::stream(self.cuda.device(), stream);
+            let cuda = &self.cuda[usize::from(call.checks_pages())];
+            let ((call, tensors), workspace) = (call.forward()?, workspace.view("workspace")?);
+            let stream = self::stream(cuda.device(), stream);
             // Compilation takes seconds: other threads' calls do not wait for it.
-            match described {
-                Described::Rows(terms, tensors) => {
-                    self.cuda.prepare(&terms, &tensors)?;
-                    let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-                    self.cuda.launch(&stream, &terms, &tensors, &workspace)
-                }
-                Described::Pages(terms, tensors) => {
-                    let engine = self.paged(call.checks_pages())?;
-                    engine.prepare(&tensors, &workspace)?;
-                    let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-                    engine.forward(&stream, &tensors, terms.mask.causal, terms.softmax_scale, &workspace)
-                }
-            }
+            cuda.prepare(&call, &tensors)?;
+            let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
+            cuda.launch(&stream, &call, &tensors, &workspace)
         })
     }
 
     /// Puts the attention alone on the stream, on what [`Attention::forward`] left in the same workspace. For benchmarks.
     fn attend(&self, py: Python<'_>, call: Call, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let Described::Rows(terms, tensors) = call.forward()? else {
-                return Err(Error::argument("attend() takes calls on rows, not on pages"));
-            };
-            let (workspace, stream) = (workspace.view("workspace")?, self::stream(self.cuda.device(), stream));
+            let [cuda, _] = &self.cuda;
+            let ((call, tensors), workspace) = (call.forward()?, workspace.view("workspace")?);
+            let stream = self::stream(cuda.device(), stream);
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            self.cuda.engine().attend(&stream, &terms, &tensors, &workspace)
+            cuda.attend(&stream, &call, &tensors, &workspace)
         })
     }
 
     /// Bytes of workspace of a backward.
     fn backward_bytes(&self, py: Python<'_>, call: Call) -> PyResult<usize> {
-        let engine = self.backward.clone().with_options(call.backward_options());
-        let bytes = |terms| engine.workspace_bytes(&call.shape()?, &terms);
-        call.device_terms().and_then(bytes).map_err(|error| raise(py, &error))
+        let bytes = || {
+            let (call, _, options) = call.backward()?;
+            self.backward.clone().with_options(options).workspace_bytes(&call)
+        };
+        bytes().map_err(|error| raise(py, &error))
     }
 
     /// Puts a backward on the stream.
     fn backward(&self, py: Python<'_>, call: Call, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let engine = self.backward.clone().with_options(call.backward_options());
-            let (terms, tensors, workspace) = (call.device_terms()?, call.backward()?, workspace.view("workspace")?);
-            let stream = self::stream(self.cuda.device(), stream);
-            engine.prepare(&call.shape()?, &terms)?;
+            let ((call, tensors, options), workspace) = (call.backward()?, workspace.view("workspace")?);
+            let engine = self.backward.clone().with_options(options);
+            let stream = self::stream(engine.device(), stream);
+            engine.prepare(&call)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            engine.backward(&stream, &terms, &tensors, &workspace)
+            engine.backward(&stream, &call, &tensors, &workspace)
         })
     }
 }

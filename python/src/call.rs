@@ -4,13 +4,13 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
+use sigmascale::attention::{AttentionCall, AttentionShape, Keeps, Mask, PvAccumulator, Sequence};
 use sigmascale::cuda::DevicePtr;
 use sigmascale::device::attention::{
-    BackwardOptions, BackwardTensors, Delta, Descales, Element, NewTokens, PagedCache, PagedRope, PagedTensors,
-    RowBounds, SavedOperands, Tensors, ValuePages, View,
+    BackwardOptions, BackwardTensors, Delta, Descales, DeviceCall, Element, Keys, NewTokens, RowBounds, SavedOperands,
+    SavedRows, Tensors, ValuePages, View,
 };
-use sigmascale::device::attention::{Rope as Tables, Sequences as Places, Terms as DeviceTerms};
+use sigmascale::device::attention::{Pages as CachePages, Rope as Tables, Sequences as Places};
 use sigmascale::{Error, Result};
 
 /// A tensor of PyTorch: address, type, shape and strides in elements.
@@ -105,7 +105,7 @@ pub struct Terms {
     pub soft_cap: Option<f64>,
     pub sinks: Option<Array>,
     accumulator: String,
-    pub keeps: String,
+    keeps: String,
     pub sequences: Option<Sequences>,
 }
 
@@ -116,6 +116,10 @@ impl Terms {
 
     pub fn accumulator(&self) -> Result<PvAccumulator> {
         self.accumulator.parse()
+    }
+
+    pub fn keeps(&self) -> Result<Keeps> {
+        self.keeps.parse()
     }
 }
 
@@ -161,12 +165,6 @@ pub struct Call {
     sums_limit: Option<usize>,
 }
 
-/// A call of the kernels: on rows, or on a cache in pages.
-pub enum OnDevice {
-    Rows(DeviceTerms, Tensors),
-    Pages(DeviceTerms, PagedTensors),
-}
-
 impl Call {
     fn given<'a>(name: &str, array: &'a Option<Array>) -> Result<&'a Array> {
         array.as_ref().ok_or_else(|| Error::argument(format_args!("the call has no {name}")))
@@ -208,107 +206,120 @@ impl Call {
         Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit: None })
     }
 
-    pub fn device_terms(&self) -> Result<DeviceTerms> {
+    /// The call on a device.
+    fn described(&self, shape: AttentionShape) -> Result<DeviceCall> {
         let terms = &self.terms;
         let places = |sequences: &Sequences| {
-            let keys = self.keys()?.shape[1];
             Ok::<_, Error>(Places {
                 q_starts: sequences.q_starts.view("q_starts")?,
                 q_ends: sequences.q_ends.view("q_ends")?,
                 k_starts: sequences.k_starts.view("k_starts")?,
                 k_ends: sequences.k_ends.view("k_ends")?,
-                max_len_q: sequences.max_len_q.clamp(1, self.q.shape[1]),
-                max_len_k: sequences.max_len_k.clamp(1, keys),
+                max_len_q: sequences.max_len_q.clamp(1, shape.len_q),
+                max_len_k: sequences.max_len_k.clamp(1, shape.len_k),
             })
         };
-        Ok(DeviceTerms {
+        Ok(DeviceCall {
+            shape,
             mask: terms.mask(),
-            softmax_scale: terms.scale as f32,
-            soft_cap: terms.soft_cap.map(|cap| cap as f32),
+            softmax_scale: terms.scale,
+            soft_cap: terms.soft_cap,
             sinks: optional("sinks", &terms.sinks)?,
             sequences: terms.sequences.as_ref().map(places).transpose()?,
         })
     }
 
-    pub fn forward(&self) -> Result<OnDevice> {
-        // PyTorch has no unsigned words to add to.
-        let stats = self.stats.as_ref().map(|stats| stats.view_as("stats", Element::U32)).transpose()?;
-        let (out, lse) = (self.out.view("out")?, Some(self.lse.view("lse")?));
-        let rope = self.rope.as_ref().map(Rope::tables).transpose()?;
+    /// The call on the host.
+    pub fn on_host<'a>(
+        &self,
+        shape: AttentionShape,
+        sequences: Option<&'a [Sequence]>,
+        sinks: Option<&'a [f64]>,
+    ) -> AttentionCall<'a> {
+        let Terms { scale: softmax_scale, soft_cap, .. } = self.terms;
+        AttentionCall { shape, mask: self.terms.mask(), softmax_scale, soft_cap, sequences, sinks }
+    }
+
+    fn keys_and_values(&self) -> Result<Keys> {
         let Some(Pages(k_pages, v_pages, block_table, lengths, _)) = &self.pages else {
-            let tensors = Tensors {
-                q: self.q.view("q")?,
-                k: self.keys()?.view("k")?,
-                v: self.values()?.view("v")?,
-                descales: self.descales()?,
-                accumulator: self.terms.accumulator()?,
-                saved: self.saved()?,
-                rope,
-                out,
-                lse,
-                stats,
-            };
-            return Ok(OnDevice::Rows(self.device_terms()?, tensors));
-        };
-        // Of six dimensions where they are tiled, of four where they are rows.
-        let v = match v_pages.shape.len() {
-            6 => ValuePages::Tiled(v_pages.view("v pages")?),
-            _ => ValuePages::Rows(v_pages.view("v pages")?),
+            return Ok(Keys::Rows { k: self.keys()?.view("k")?, v: self.values()?.view("v")? });
         };
         let new = match &self.k {
             Some(k) => Some(NewTokens { k: k.view("new k")?, v: self.values()?.view("new v")? }),
             None => None,
         };
-        let (block_table, lengths) = (block_table.view("block table")?, lengths.view("lengths")?);
-        let tensors = PagedTensors {
-            q: self.q.view("q")?,
-            cache: PagedCache { k: k_pages.view("k pages")?, v, block_table, lengths },
+        Ok(Keys::Pages(CachePages {
+            k: k_pages.view("k pages")?,
+            // Of six dimensions where they are tiled, of four where they are rows.
+            v: match v_pages.shape.len() {
+                6 => ValuePages::Tiled(v_pages.view("v pages")?),
+                _ => ValuePages::Rows(v_pages.view("v pages")?),
+            },
+            block_table: block_table.view("block table")?,
+            lengths: lengths.view("lengths")?,
             new,
+        }))
+    }
+
+    /// A forward on a device, and its tensors.
+    pub fn forward(&self) -> Result<(DeviceCall, Tensors)> {
+        let tensors = Tensors {
+            q: self.q.view("q")?,
+            keys: self.keys_and_values()?,
             descales: self.descales()?,
-            rope: rope.map(|Tables { cosine, sine, interleaved, .. }| PagedRope { cosine, sine, interleaved }),
-            out,
-            lse,
-            stats,
+            accumulator: self.terms.accumulator()?,
+            saved: self.saved()?,
+            rope: self.rope.as_ref().map(Rope::tables).transpose()?,
+            out: self.out.view("out")?,
+            lse: Some(self.lse.view("lse")?),
+            // PyTorch has no unsigned words to add to.
+            stats: self.stats.as_ref().map(|stats| stats.view_as("stats", Element::U32)).transpose()?,
         };
-        Ok(OnDevice::Pages(self.device_terms()?, tensors))
+        Ok((self.described(tensors.shape())?, tensors))
     }
 
     fn saved(&self) -> Result<Option<SavedOperands>> {
         let Some([q, k, v]) = &self.saved else { return Ok(None) };
-        let (row_max, residual) = (optional("row_max", &self.row_max)?, optional("residual", &self.residual)?);
-        let (q, k, v) = (q.view("saved q")?, k.view("saved k")?, v.view("saved v")?);
-        Ok(Some(SavedOperands { q, k, v, row_max, residual }))
+        let rows = match self.terms.keeps()? {
+            Keeps::Nothing | Keeps::Operands => SavedRows::Nothing,
+            Keeps::Fp8Dq => SavedRows::RowMax(Self::given("row_max", &self.row_max)?.view("row_max")?),
+            Keeps::UnroundedDelta => SavedRows::Residual(Self::given("residual", &self.residual)?.view("residual")?),
+        };
+        Ok(Some(SavedOperands { q: q.view("saved q")?, k: k.view("saved k")?, v: v.view("saved v")?, rows }))
     }
 
-    pub fn backward(&self) -> Result<BackwardTensors> {
-        let [dq, dk, dv] = self.grads()?;
-        let out = self.out.view("out")?;
-        Ok(BackwardTensors {
+    /// A backward on a device, its tensors, and how it runs.
+    pub fn backward(&self) -> Result<(DeviceCall, BackwardTensors, BackwardOptions)> {
+        let ([dq, dk, dv], out, keeps) = (self.grads()?, self.out.view("out")?, self.terms.keeps()?);
+        let (mut delta, mut bounds) = (Delta::Output(out), None);
+        match keeps {
+            Keeps::Nothing | Keeps::Operands => {}
+            Keeps::Fp8Dq => {
+                let row_max = Self::given("row_max", &self.row_max)?.view("row_max")?;
+                bounds = Some(RowBounds { row_max, value_norm: None });
+            }
+            Keeps::UnroundedDelta => {
+                let residual = Self::given("residual", &self.residual)?.view("residual")?;
+                delta = Delta::Unrounded { out, residual };
+            }
+        }
+        let tensors = BackwardTensors {
             q: self.q.view("q")?,
             k: self.keys()?.view("k")?,
             v: self.values()?.view("v")?,
             descales: self.descales()?,
             lse: self.lse.view("lse")?,
-            delta: match &self.residual {
-                Some(residual) => Delta::Unrounded { out, residual: residual.view("residual")? },
-                None => Delta::Output(out),
-            },
+            delta,
             d_out: self.d_out()?.view("d_out")?,
             dq: dq.view("dq")?,
             dk: dk.view("dk")?,
             dv: dv.view("dv")?,
-            bounds: optional("row_max", &self.row_max)?.map(|row_max| RowBounds { row_max, value_norm: None }),
+            bounds,
             d_sinks: optional("d_sinks", &self.d_sinks)?,
-        })
-    }
-
-    pub fn backward_options(&self) -> BackwardOptions {
-        BackwardOptions {
-            deterministic: self.deterministic,
-            sums_limit: self.sums_limit,
-            dq_fp8: self.row_max.is_some(),
-            residual: self.residual.is_some(),
-        }
+        };
+        let options =
+            BackwardOptions { deterministic: self.deterministic, sums_limit: self.sums_limit, keeps: tensors.keeps() };
+        Ok((self.described(tensors.shape())?, tensors, options))
     }
 }
 

@@ -1,11 +1,10 @@
 //! Attention on the CPU over tensors of Python, forward and backward: the crate's own, which the kernels have to match.
 
-use crate::call::{Array, Call, Terms};
+use crate::call::{Array, Call};
 use crate::threads::beside;
 use pyo3::prelude::*;
 use sigmascale::attention::{
-    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Fp8Products, GradientProducts, Inputs, LogitCast,
-    Precision, Saved, Sequence, backward,
+    Attention, AttentionShape, BackwardPrecision, Cpu, Inputs, LogitCast, Precision, Saved, Sequence, backward,
 };
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::{CastStats, CastWords, LogitWords, StepStats, StepWords, ordered};
@@ -60,17 +59,6 @@ impl Part {
 
     fn write(&self, to: &Array, values: &[f32]) {
         write(to, self.first * to.shape[1..].iter().product::<usize>(), values);
-    }
-
-    fn call<'a>(&'a self, terms: &Terms, sinks: Option<&'a [f64]>) -> AttentionCall<'a> {
-        AttentionCall {
-            shape: self.shape,
-            mask: terms.mask(),
-            softmax_scale: terms.scale,
-            soft_cap: terms.soft_cap,
-            sequences: self.sequences.as_deref(),
-            sinks,
-        }
     }
 
     fn inputs<'a>(&self, call: &'a Call) -> Result<Inputs<'a>> {
@@ -172,7 +160,7 @@ pub fn host_forward(py: Python<'_>, call: Call) -> PyResult<Vec<Vec<u32>>> {
     beside(py, || {
         let (precision, sinks) = (precision(&call)?, sinks(&call));
         let part = |part: &Part| {
-            let terms = part.call(&call.terms, sinks.as_deref());
+            let terms = call.on_host(part.shape, part.sequences.as_deref(), sinks.as_deref());
             let result = Cpu.forward(&terms, &part.inputs(&call)?, &part.plan, &precision)?;
             part.write(&call.out, &result.out);
             part.write(&call.lse, &result.lse);
@@ -187,14 +175,12 @@ pub fn host_forward(py: Python<'_>, call: Call) -> PyResult<Vec<Vec<u32>>> {
 pub fn host_backward(py: Python<'_>, call: Call) -> PyResult<()> {
     beside(py, || {
         let (precision, sinks) = (precision(&call)?, sinks(&call));
-        // The kernel's bound on |v| is the range of E4M3, which has the error of this one unless V's descale is far too large.
-        let fp8 = GradientProducts::Fp8(Fp8Products { dq: true, dp: false, value_slack: 1 });
-        let kernel = BackwardPrecision::KERNEL;
-        let how = if call.terms.keeps == "fp8-dq" { BackwardPrecision { products: fp8, ..kernel } } else { kernel };
+        let how = BackwardPrecision::after(call.terms.keeps()?);
         let mut d_sinks = vec![0.0; sinks.as_ref().map_or(0, Vec::len)];
         for part in parts(&call)? {
             let saved = Saved { out: part.rows(&call.out), lse: part.rows(&call.lse) };
-            let (terms, inputs) = (part.call(&call.terms, sinks.as_deref()), part.inputs(&call)?);
+            let (terms, inputs) =
+                (call.on_host(part.shape, part.sequences.as_deref(), sinks.as_deref()), part.inputs(&call)?);
             let grads = backward(&terms, &inputs, &part.plan, &precision, &how, &saved, part.rows(call.d_out()?))?;
             for (to, values) in call.grads()?.into_iter().zip([&grads.dq, &grads.dk, &grads.dv]) {
                 part.write(to, values);

@@ -30,15 +30,18 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
                 OUTPUT,
             ),
             (
-                "in BF16 where P V is rounded to BF16 and row maxima repeat: the stabilized softmax (attention::Stabilised), with \
+                "in BF16 where P V is rounded to BF16 and row maxima repeat: the shifted softmax (attention::ShiftedSoftmax), with \
                  its default limit, which moves with the maximum",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),
         ],
         AlarmKind::RepeatedMaxima => &[
-            ("take delta from the output before its rounding: in this package attention(.., gradients='unrounded-delta')", OUTPUT),
             (
-                "in BF16 where P V is rounded to BF16: the stabilized softmax (attention::Stabilised), with its default limit, \
+                "take delta from the output before its rounding: in this package attention(.., gradients='unrounded-delta')",
+                OUTPUT,
+            ),
+            (
+                "in BF16 where P V is rounded to BF16: the shifted softmax (attention::ShiftedSoftmax), with its default limit, \
                  which moves with the maximum",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),
