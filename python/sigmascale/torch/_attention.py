@@ -224,12 +224,22 @@ def attend(
         how = dataclasses.replace(how, gradients=UNROUNDED_DELTA)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
-    sinks, window = _sinks(sinks, q), _window(window, causal, *lengths)
+    sinks, (left, right) = _sinks(sinks, q), _window(window, causal, *lengths)
     saves = _saves(q, k, v, sinks)
     # Operands that are E4M3 already have no dQ.
     keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
-    terms = Terms(causal, call.scale, *window, _softcap(softcap), sinks, accumulator, keeps, sequences)
+    terms = Terms(
+        causal=causal,
+        scale=call.scale,
+        window_left=left,
+        window_right=right,
+        soft_cap=_softcap(softcap),
+        sinks=sinks,
+        accumulator=accumulator,
+        keeps=keeps,
+        sequences=sequences,
+    )
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
     if reason is None and mask is not None:
         found = _masks.recognise(mask, q.shape[0], q.shape[1], k.shape[1])
