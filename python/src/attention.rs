@@ -5,9 +5,9 @@ use crate::device::stream;
 use crate::errors::raise;
 use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionShape, Mask};
-use sigmascale::cuda::{Device, DevicePtr};
-use sigmascale::device::attention::{BackwardEngine, Cuda, DeviceCall, Element, Sequences, View};
+use sigmascale::attention::AttentionShape;
+use sigmascale::cuda::Device;
+use sigmascale::device::attention::{BackwardEngine, Cuda, DeviceCall};
 use std::sync::{Mutex, PoisonError};
 
 /// The kernels on one device.
@@ -33,34 +33,11 @@ impl Attention {
         })
     }
 
-    /// Whether the kernels take heads of these dimensions in calls with these terms, by their names in `Terms`.
+    /// Whether the kernels take heads of these dimensions; they do so with every term.
     #[staticmethod]
-    fn offers(d_head: usize, d_v: usize, causal: bool, given: Vec<String>) -> bool {
+    fn offers(d_head: usize, d_v: usize) -> bool {
         let shape = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: 1, len_k: 1, d_head, d_v };
-        // SAFETY: no launch sees it. The address is none that is refused.
-        let one = |element| unsafe { View::<1>::new(DevicePtr(256), element, [1], [1]) };
-        let [q_starts, q_ends, k_starts, k_ends] = [Element::I32; 4].map(one);
-        let has = |name: &str| given.iter().any(|term| term == name);
-        let call = DeviceCall {
-            shape,
-            mask: Mask {
-                causal,
-                window_left: has("window_left").then_some(0),
-                window_right: has("window_right").then_some(0),
-            },
-            softmax_scale: 1.0,
-            soft_cap: has("soft_cap").then_some(1.0),
-            sinks: has("sinks").then(|| one(Element::F32)),
-            sequences: has("sequences").then_some(Sequences {
-                q_starts,
-                q_ends,
-                k_starts,
-                k_ends,
-                max_len_q: 1,
-                max_len_k: 1,
-            }),
-        };
-        call.check().is_ok()
+        DeviceCall::causal(shape).check().is_ok()
     }
 
     /// Bytes of workspace of a forward.

@@ -34,7 +34,7 @@ class Native:
             return all(d % 8 == 0 and 16 <= d <= 576 for d in (q.shape[3], v.shape[3]))
         if not Native.on_hopper(q.device):
             return False
-        return _offers(q.shape[3], v.shape[3], terms.causal, terms.given)
+        return _offers(q.shape[3], v.shape[3])
 
     def forward(self, q, k, v, descales, terms, words=None, row_max=None, residual=None, rope=None):
         """``row_max``, f32 as the log-sum-exp, and ``residual``, as the output, get what ``terms.keeps`` names; the CPU needs no

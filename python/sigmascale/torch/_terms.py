@@ -107,14 +107,9 @@ class Terms:
         return tuple(-1 if keys is None else keys for keys in (self.window_left, self.window_right))
 
     @property
-    def given(self):
-        """Names of the terms that dense attention does not have and this call has."""
-        return tuple([name for name in BEYOND_DENSE if getattr(self, name) is not None])
-
-    @property
     def dense(self):
         """Whether there is nothing but causality and the scale."""
-        return not self.given
+        return all([getattr(self, name) is None for name in _BEYOND_DENSE])
 
     def visible(self, batch, len_q, len_k, device):
         """True where a query sees a key, ``(batch or 1, 1, len_q, len_k)``; None where every query sees all."""
@@ -169,7 +164,7 @@ def _kinds(described):
 KINDS = _kinds(Terms) | _kinds(Sequences)
 _OWN, _PLACES = tuple(_kinds(Terms)), tuple(_kinds(Sequences))
 _OWN_COUNT = len(_OWN)
-BEYOND_DENSE = [f.name for f in dataclasses.fields(Terms) if f.default is None]
+_BEYOND_DENSE = [f.name for f in dataclasses.fields(Terms) if f.default is None]
 _values = operator.attrgetter(*(name for name, kind in _kinds(Terms).items() if kind != "Tensor?"))
 _TENSORS = [name for name, kind in _kinds(Terms).items() if kind == "Tensor?"]
 
