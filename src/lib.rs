@@ -60,6 +60,8 @@ pub mod fp8;
 pub mod geometry;
 pub mod history;
 pub mod model;
+#[doc(hidden)]
+pub mod names;
 pub mod plan;
 pub mod policy;
 pub mod runtime;

@@ -8,7 +8,8 @@ use syn::{Item, UseTree, Visibility};
 
 /// Layers of the library from the bottom. A module uses only modules of lower layers; `error` may be used by all.
 const LAYERS: &[&[&str]] = &[
-    &["error", "file", "fp8", "tensor"],
+    &["error", "names"],
+    &["file", "fp8", "tensor"],
     &["scale"],
     &["model"],
     &["geometry", "forward"],

@@ -30,8 +30,8 @@ fn has_the_promised_keys(run: &Value) {
     keys(run, &["scenario", "mode", "model", "model_layers", "seed", "policies", "trace"]);
     for policy in run["policies"].as_array().unwrap() {
         keys(policy, &["policy", "layers", "overflow_layers", "overflow_steps", "first_bad_step", "overflow_values"]);
-        keys(policy, &["max_scaled", "utilisation", "sqnr_db", "softmax_kl"]);
-        keys(&policy["utilisation"], &["p10", "median", "p90"]);
+        keys(policy, &["max_scaled", "utilization", "sqnr_db", "softmax_kl"]);
+        keys(&policy["utilization"], &["p10", "median", "p90"]);
     }
     for row in run["trace"].as_array().unwrap() {
         keys(row, &["step", "policy", "layer", "max_logit", "descale", "max_scaled", "overflow"]);
@@ -212,7 +212,8 @@ fn refit_goes_along_recorded_checkpoints() {
     std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..40]).unwrap();
     let args = ["stress", "refit", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "32", "--format", "json"];
     let path = format!("{},{},{TINY_LLAMA}", text(&gain), text(&out));
-    let run = json(&[&args[..], &["--path", &path, "--tokens", text(&short), "--policies", "geometry"]].concat());
+    let run =
+        json(&[&args[..], &["--checkpoints", &path, "--tokens", text(&short), "--policies", "geometry"]].concat());
     assert_eq!(run["steps"], 4);
     let at = |step, layer, key: &str| row(&run, "geometry", step, layer)[key].as_f64().unwrap();
     for key in ["max_logit", "q_descale"] {
@@ -228,7 +229,7 @@ fn refit_goes_along_recorded_checkpoints() {
     let other = gain.join("config.json");
     let config = std::fs::read_to_string(&other).unwrap().replace("10000.0", "500000.0");
     std::fs::write(&other, config).unwrap();
-    let (code, log) = failure(&[&args[..], &["--path", text(&gain)]].concat());
+    let (code, log) = failure(&[&args[..], &["--checkpoints", text(&gain)]].concat());
     assert!(code == 1 && log.contains("differs from that of") && log.contains("rope[0]"), "{log}");
 }
 
@@ -500,7 +501,7 @@ fn usage_errors_exit_2_and_write_nothing() {
         #[cfg(feature = "train")]
         (&["lr-spike", "--model", "tiny-llama-train", "--tokens", TRACE], 2, "its own text"),
         #[cfg(feature = "train")]
-        (&["all", "--model", "tiny-llama-train", "--path", TINY_LLAMA], 2, "its own text"),
+        (&["all", "--model", "tiny-llama-train", "--checkpoints", TINY_LLAMA], 2, "its own text"),
         #[cfg(feature = "train")]
         (&["refit", "--model", "tiny-llama-train"], 2, "it needs weights"),
         (&["replay", "--trace", TRACE, "--policies", ""], 2, "no policy is named: the policies are geometry"),
@@ -536,10 +537,14 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "1025"], 2, "exceed the 1024"),
         (&["weight-spike", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--steps", "99999"], 2, "take fewer of either"),
         (&["replay", "--trace", TRACE, "--tokens", SAMPLE], 2, "remove --tokens"),
-        (&["weight-spike", "--model", TINY_LLAMA, "--path", TINY_LLAMA], 2, "remove --path, which is for refit"),
-        (&["refit", "--model", "gpt2-xl", "--path", TINY_LLAMA], 2, "gpt2-xl has no weights"),
         (
-            &["refit", "--model", TINY_LLAMA, "--path", TINY_LLAMA, "--steps", "3"],
+            &["weight-spike", "--model", TINY_LLAMA, "--checkpoints", TINY_LLAMA],
+            2,
+            "remove --checkpoints, which is for refit",
+        ),
+        (&["refit", "--model", "gpt2-xl", "--checkpoints", TINY_LLAMA], 2, "gpt2-xl has no weights"),
+        (
+            &["refit", "--model", TINY_LLAMA, "--checkpoints", TINY_LLAMA, "--steps", "3"],
             2,
             "steps 3 must lie between 1 and 2",
         ),

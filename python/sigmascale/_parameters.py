@@ -11,8 +11,9 @@ from ._arguments import count, one_of, positive, probability, share, whole
 from ._errors import ArgumentError
 from ._types import AmaxAlgorithm, Pooling
 
-# Parameters of the policies with their defaults, those of the native half.
-_DEFAULTS = {name: json.loads(parameters) for name, _, parameters in _native.policies()}
+# Every policy with the bound that it plans from and its parameters, and the tail: the defaults of the native half.
+DEFAULTS = json.loads(_native.defaults())
+_PARAMETERS = {policy["name"]: policy["parameters"] for policy in DEFAULTS["policies"]} | {"tail": DEFAULTS["tail"]}
 
 
 class _Checked:
@@ -24,12 +25,8 @@ class _Checked:
             object.__setattr__(self, field.name, value)
 
 
-def _field(default: Any, check: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"check": check})
-
-
-def _default(policy: str, parameter: str, check: Any) -> Any:
-    return _field(_DEFAULTS[policy][parameter], check)
+def _default(of: str, parameter: str, check: Any) -> Any:
+    return dataclasses.field(default=_PARAMETERS[of][parameter], metadata={"check": check})
 
 
 def _factor(name, value):
@@ -47,11 +44,11 @@ class Tail(_Checked):
     ``eta`` is the share of the E4M3 range that a logit bound is mapped onto, of whatever policy.
     """
 
-    delta: float = _field(1e-6, probability)
-    seq_len: int = _field(1024, count)
-    batch: int = _field(1, count)
-    steps: int = _field(1, count)
-    eta: float = _field(0.8, share)
+    delta: float = _default("tail", "delta", probability)
+    seq_len: int = _default("tail", "seq_len", count)
+    batch: int = _default("tail", "batch", count)
+    steps: int = _default("tail", "steps", count)
+    eta: float = _default("tail", "eta", share)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ AlarmKind = Literal[
 ]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
 Verdict = Literal[
-    "safe", "overflow", "missing", "default", "rounded_below", "foreign", "invalid", "not_loaded", "unbounded"
+    "safe", "overflow", "missing", "default", "rounded-below", "foreign", "invalid", "not-loaded", "unbounded"
 ]
 
 
@@ -107,7 +107,7 @@ class ChosenC(TypedDict):
 class Method(TypedDict):
     """How the layers were computed."""
 
-    bound: Literal["certain", "rank-aware", "spectrum"] | None
+    bound: Literal["worst-case", "rank-aware", "spectrum"] | None
     estimator: Literal["gram", "power"]
     rotation: bool
     granularity: Granularity
@@ -147,7 +147,7 @@ class HeadProfile(TypedDict):
     power: NotRequired[PowerProfile]
     bias_constant: float | None
     bound_naive: float | None
-    bound_certain: float | None
+    bound_exact: float | None
     bound_rounded: float | None
     bound_rank_aware: float | None
     bound_spectrum: float | None
@@ -190,7 +190,7 @@ class HeadInspection(TypedDict):
     rope_ratio: float | None
     frobenius: float | None
     stable_rank: float | None
-    bound_certain: float | None
+    bound_exact: float | None
     bound_rounded: float | None
 
 
@@ -204,7 +204,7 @@ class LayerInspection(TypedDict):
     stable_rank: Statistics | None
     rope_ratio: Statistics | None
     sigma_sum: float | None
-    bound_certain: float | None
+    bound_exact: float | None
     bound_rounded: float | None
     mla: NotRequired[LatentProfile]
     heads: list[HeadInspection]
@@ -262,7 +262,7 @@ class PolicySummary(TypedDict):
     values: int
     max_scaled: float
     overshoot: Quantiles | None
-    utilisation: Quantiles
+    utilization: Quantiles
     sqnr_db: float | None
     output_bias: float | None
     softmax_kl: float | None

@@ -5,11 +5,11 @@
 mod attention;
 mod call;
 mod cpu_attention;
+mod cpu_scales;
 mod device;
 mod diagnose;
 mod errors;
-mod host;
-mod latent;
+mod mla;
 mod offline;
 mod policy;
 mod serving;
@@ -34,17 +34,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(serving::refit, module)?)?;
     module.add_class::<serving::ScaleStream>()?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
-    module.add_function(wrap_pyfunction!(policy::policies, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
-    module.add_function(wrap_pyfunction!(policy::spec, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::defaults, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::attention_spec, module)?)?;
     module.add_class::<attention::Attention>()?;
-    module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_scales::host_scales, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attention::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attention::host_backward, module)?)?;
-    module.add_class::<host::HostPolicy>()?;
+    module.add_class::<cpu_scales::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
-    module.add_class::<latent::LatentEngine>()?;
-    module.add_class::<latent::LatentModel>()?;
+    module.add_class::<mla::LatentEngine>()?;
+    module.add_class::<mla::LatentModel>()?;
     module.add_class::<policy::DevicePolicy>()
 }

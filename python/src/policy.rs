@@ -5,6 +5,7 @@ use crate::errors::raise;
 use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use serde_json::json;
 use sigmascale::Error;
 use sigmascale::Result;
 use sigmascale::bound::HeadBound;
@@ -12,7 +13,8 @@ use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::model::{AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, RopeLayout};
-use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, Tensor};
+use sigmascale::plan::DEFAULT_ETA;
+use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, ScaledTensor};
 use sigmascale::stats::stats_words;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -57,18 +59,6 @@ pub fn configs(name: &str, parameters: Option<&str>) -> Result<Vec<PolicyConfig>
     kinds.into_iter().map(with).collect()
 }
 
-/// Every policy: its name, whether it plans from bounds, and its parameters at their defaults as JSON.
-#[pyfunction]
-pub fn policies(py: Python<'_>) -> PyResult<Vec<(&'static str, bool, String)>> {
-    let row = |kind: PolicyKind| {
-        let bounded = matches!(kind, PolicyKind::Geometry | PolicyKind::GeometryCStar | PolicyKind::AutoC);
-        let parameters = serde_json::to_string(&PolicyConfig::from(kind));
-        let parameters = parameters.map_err(|error| Error::argument(format_args!("{}: {error}", kind.name())))?;
-        Ok::<_, Error>((kind.name(), bounded, parameters))
-    };
-    PolicyKind::ALL.into_iter().map(row).collect::<Result<_>>().map_err(|error| raise(py, &error))
-}
-
 /// A layer of the package, as far as policies depend on it.
 #[derive(FromPyObject)]
 pub struct PolicyLayer<'py> {
@@ -100,24 +90,17 @@ impl PolicyLayer<'_> {
         };
         LayerSpec {
             number,
-            n_q_heads: self.n_q_heads,
-            n_kv_heads: self.n_kv_heads,
-            d_head: self.d_head,
             rope: (self.rotary > 0).then_some(rope),
             // Bounds on logits are of grown queries.
             softmax_scale: self.query_factor * self.softmax_scale.unwrap_or((self.d_head as f64).sqrt().recip()),
-            temperature: None,
-            window: None,
-            sinks: false,
-            kv_source: None,
-            mla: None,
+            ..LayerSpec::plain(self.n_q_heads, self.n_kv_heads, self.d_head)
         }
     }
 }
 
 /// The attention spec of layers with as many heads, as JSON.
 #[pyfunction]
-pub fn spec(py: Python<'_>, layers: Vec<PolicyLayer<'_>>) -> PyResult<String> {
+pub fn attention_spec(py: Python<'_>, layers: Vec<PolicyLayer<'_>>) -> PyResult<String> {
     let Some(first) = layers.first() else {
         return Err(raise(py, &Error::argument("a policy needs at least one layer")));
     };
@@ -126,26 +109,15 @@ pub fn spec(py: Python<'_>, layers: Vec<PolicyLayer<'_>>) -> PyResult<String> {
         Some(_) => NormKind::LayerNorm,
         None => NormKind::None,
     };
+    let d_model = first.q.getattr("shape")?.get_item(1)?.extract()?;
     let spec = AttentionSpec {
-        name: "model".to_owned(),
-        family: "torch".to_owned(),
-        prefix: String::new(),
-        causal: true,
-        layers: layers.iter().enumerate().map(|(number, layer)| layer.spec(number)).collect(),
-        d_model: first.q.getattr("shape")?.get_item(1)?.extract()?,
         norm: InputNorm {
             kind,
             gain: if first.gain.is_some() { GainForm::Plain } else { GainForm::Unit },
             shift: first.shift.is_some(),
         },
         bias: QkvBias { q: first.q_bias.is_some(), k: first.k_bias.is_some(), v: first.v_bias.is_some() },
-        qk_norm: None,
-        soft_cap: None,
-        max_positions: None,
-        v_norm: false,
-        streams: None,
-        multipliers: None,
-        fp8_inputs: false,
+        ..AttentionSpec::plain(d_model, layers.iter().enumerate().map(|(number, layer)| layer.spec(number)).collect())
     };
     serde_json::to_string(&spec).map_err(|error| raise(py, &Error::argument(format_args!("attention spec: {error}"))))
 }
@@ -158,16 +130,26 @@ pub fn policy(py: Python<'_>, name: &str, parameters: Option<&str>, tail: TailAr
         let [mut config] = configs(name, parameters)?[..] else {
             return Err(Error::argument(format_args!("{name} names more than one policy")));
         };
-        match &mut config {
-            PolicyConfig::Geometry(config) | PolicyConfig::GeometryCStar(config) => config.eta = tail.eta,
-            PolicyConfig::AutoC(config) => config.eta = tail.eta,
-            PolicyConfig::DelayedPaper(_) | PolicyConfig::DelayedTe(_) | PolicyConfig::Current(_) => {}
-        }
+        config.set_eta(tail.eta);
         // A policy checks its parameters when it is made.
         config.build(PolicyShape::uniform(1, 1, 1))?;
         serde_json::to_string(&config).map_err(|error| Error::argument(format_args!("{name}: {error}")))
     };
     checked().map_err(|error| raise(py, &error))
+}
+
+/// The policies and their defaults, as JSON: `policies`, in order, each with its `name`, the `bound` that it plans from (null
+/// for a policy that observes) and its `parameters`; and the `tail`.
+#[pyfunction]
+pub fn defaults() -> String {
+    let policy = |kind: PolicyKind| {
+        let mut parameters = json!(PolicyConfig::from(kind));
+        let name = parameters.as_object_mut().and_then(|fields| fields.remove("policy"));
+        json!({ "name": name, "bound": kind.bound(), "parameters": parameters })
+    };
+    let Tail { delta, seq_len, batch, steps } = Tail::default();
+    let tail = json!({ "delta": delta, "seq_len": seq_len, "batch": batch, "steps": steps, "eta": DEFAULT_ETA });
+    json!({ "policies": PolicyKind::ALL.map(policy), "tail": tail }).to_string()
 }
 
 /// One policy for all layers of a model.
@@ -231,7 +213,7 @@ impl DevicePolicy {
         let engine = self.engine();
         let heads = engine.shape().heads();
         let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
-        let places = || Ok::<_, Error>((engine.stats(0)?, engine.descales(0, Tensor::Logit)?));
+        let places = || Ok::<_, Error>((engine.stats(0)?, engine.descales(0, ScaledTensor::Logit)?));
         let (stats, descales) = places().map_err(|error| raise(py, &error))?;
         results.set_item("stats", (stats.0, stats_words(all_q, all_kv)))?;
         results.set_item("descales", (descales.0, all_q + 4 * all_kv))?;

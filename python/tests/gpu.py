@@ -122,7 +122,7 @@ def delayed(device):
     weight, tail = torch.zeros(256, 256), dataclasses.asdict(sigmascale.Tail())
     layer = fp8.Layer(q=weight, k=weight[:128], v=weight[:128], n_q_heads=4, n_kv_heads=2)
     config = _native.policy("delayed-te", None, tail)
-    return _native.DevicePolicy(device, _native.spec([layer, layer]), config, tail, False)
+    return _native.DevicePolicy(device, _native.attention_spec([layer, layer]), config, tail, False)
 
 
 def libraries():

@@ -147,7 +147,7 @@ def test_a_strict_checker_knows_the_keys():
 
 
 def test_literals_are_the_names_of_the_native_half():
-    names = [name for name, _, _ in _native.policies()]
+    names = [policy["name"] for policy in _parameters.DEFAULTS["policies"]]
     assert list(typing.get_args(_types.Policy)) == names
     tail = dataclasses.asdict(sigmascale.Tail())
     choices = {"auto-c": ("pooling", _types.Pooling), "delayed-te": ("algorithm", _types.AmaxAlgorithm)}
@@ -163,7 +163,7 @@ def test_literals_are_the_names_of_the_native_half():
 
 
 def test_parameters_of_policies_are_by_default_those_of_the_native_half():
-    defaults = {name: json.loads(parameters) for name, _, parameters in _native.policies()}
+    defaults = {policy["name"]: policy["parameters"] for policy in _parameters.DEFAULTS["policies"]}
     for policy in (sigmascale.AutoC(), sigmascale.DelayedPaper(), sigmascale.DelayedTe()):
         name, parameters = _parameters.named(policy)
         assert json.loads(parameters).items() <= defaults[name].items()

@@ -1,7 +1,7 @@
 //! What a policy remembers between two steps.
 
-use super::config::PolicyConfig;
 use super::shape::PolicyShape;
+use super::table::PolicyConfig;
 use serde::{Deserialize, Serialize};
 
 /// Version of a [`PolicyState`]; any other is refused.
@@ -104,7 +104,7 @@ pub enum Forbidden {
     NothingObserved,
 }
 
-/// The slots of every layer, tensors in the order of [`Tensor::ALL`](super::Tensor::ALL): one a tensor, or one a head.
+/// The slots of every layer, tensors in the order of [`ScaledTensor::ALL`](super::ScaledTensor::ALL): one per tensor, or one per head.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DelayedState<S> {
     /// `layers` entries.

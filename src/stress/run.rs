@@ -80,7 +80,7 @@ pub fn run_with_progress(
         ));
     }
     let stage = BoundStage::open(options.bounds_on_gpu)?;
-    // One sequence a step: delta is that of the whole run.
+    // One sequence per step: delta is that of the whole run.
     let tail = Tail { delta: options.delta, seq_len: options.seq_len, batch: 1, steps };
     let mut lab = Lab::new(spec, options, &policies, tail)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());

@@ -8,12 +8,13 @@ import torch
 
 from .. import _native
 from .._errors import MismatchError, SigmascaleError, UnsupportedError
+from .._parameters import DEFAULTS
 from . import _host
 from ._heads import Target
 
-POLICIES: tuple[str, ...] = tuple(name for name, _, _ in _native.policies())
+POLICIES: tuple[str, ...] = tuple(policy["name"] for policy in DEFAULTS["policies"])
 # Policies that plan from bounds.
-FROM_BOUNDS = tuple(name for name, bounded, _ in _native.policies() if bounded)
+FROM_BOUNDS = tuple(policy["name"] for policy in DEFAULTS["policies"] if policy["bound"])
 
 
 class Geometry:
@@ -75,7 +76,7 @@ class Native(Geometry):
 
     def bind(self, runtime, found):
         groups = list(runtime._heads.groups().values())
-        specs = [_native.spec([found[index] for index in layers]) for layers in groups]
+        specs = [_native.attention_spec([found[index] for index in layers]) for layers in groups]
         # Memory depends on no address: it stays where it is when weights move, and so do graphs that reach it.
         if self._specs is None:
             self._parts = [self._part(runtime, spec, layers) for spec, layers in zip(specs, groups)]

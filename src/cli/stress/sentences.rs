@@ -60,7 +60,7 @@ pub fn verdicts(run: &StressResult) -> Vec<(PolicyKind, String)> {
 fn verdict(run: &StressResult, policy: &PolicySummary) -> String {
     let sqnr = |db: Option<f64>, after: &str| db.map_or(String::new(), |db| format!(", SQNR {db:.1} dB{after}"));
     if policy.overflow_values == 0 {
-        let used = percent_of(policy.utilisation.median);
+        let used = percent_of(policy.utilization.median);
         return format!("no overflow; {used} of the range used (median){}", sqnr(policy.sqnr_db, ""));
     }
     let steps = match policy.first_bad_step.filter(|_| run.steps > 1) {
@@ -332,8 +332,8 @@ fn range_and_cost(run: &StressResult) -> Option<String> {
     let (geometry, current) = (of(run, PolicyKind::Geometry)?, of(run, PolicyKind::Current)?);
     let mut text = format!(
         "Of the range, geometry used {} (median) and current {}.",
-        percent_of(geometry.utilisation.median),
-        percent_of(current.utilisation.median)
+        percent_of(geometry.utilization.median),
+        percent_of(current.utilization.median)
     );
     if let (Some(a), Some(b), Some(c), Some(d)) =
         (geometry.sqnr_db, current.sqnr_db, geometry.softmax_kl, current.softmax_kl)
