@@ -216,7 +216,7 @@ class Loaded:
             if len(tensors) > 1:
                 raise UnsupportedError(f"{stem} is stored in FP8 with the heads of q, k and v interleaved")
             ((name, tensor),) = tensors
-            tensors = [(name, torch.empty_like(tensor).index_copy_(0, torch.tensor(order, device=tensor.device), tensor))]
+            tensors = [(name, torch.empty_like(tensor).index_copy_(0, torch.tensor(order, dtype=torch.int64, device=tensor.device), tensor))]
         if layer["q"]["conv1d"] and kind == "weight":
             tensors = [(name, tensor.t()) for name, tensor in tensors]
         return tensors
@@ -310,7 +310,7 @@ def _cut(stem, parts, sizes, rows, kind, linear):
         scale = scale.reshape(1)
     elif sizes is not None and scale.numel() == 3:
         # One for each of q, k and v.
-        scale = scale.flatten().repeat_interleave(torch.tensor(sizes, device=scale.device))
+        scale = scale.flatten().repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=scale.device))
         scale = scale.reshape(whole, 1)[first:last]
     else:
         raise UnsupportedError(f"{stem}.{name} has shape {tuple(scale.shape)}")

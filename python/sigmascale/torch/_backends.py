@@ -55,7 +55,7 @@ def offered(q, v, terms):
 def _offered(d_head, d_v, dense, device):
     from ._terms import Terms
 
-    q, v = (torch.empty((1, 1, 1, d), device=device) for d in (d_head, d_v))
+    q, v = (torch.empty((1, 1, 1, d), dtype=torch.bfloat16, device=device) for d in (d_head, d_v))
     return kernel_for(q, v, Terms(False, 1.0, window=(-1, -1) if dense else (0, 0))) is not None
 
 

@@ -73,5 +73,5 @@ def dequantised(x, descale):
 
 def hidden(len_q, len_k, device):
     """True where a causal query does not see a key; the last query sees all keys."""
-    rows = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
-    return torch.arange(len_k, device=device)[None, :] > rows
+    rows = torch.arange(len_q, dtype=torch.int64, device=device)[:, None] + (len_k - len_q)
+    return torch.arange(len_k, dtype=torch.int64, device=device)[None, :] > rows

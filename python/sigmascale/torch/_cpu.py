@@ -12,12 +12,12 @@ def forward(q, k, v, descales, terms, words, accumulator, save, residual=None):
     """Output, log-sum-exp, and q, k and v in E4M3 if ``save``."""
     given = (q, k, v)
     operands = cast_all(*seen_rows(*given, terms), descales) if save else given
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device="cpu")
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device="cpu")
     call = _call(given, descales, out, lse, terms, accumulator)
     for row in _native.host_forward(call):
         if words is not None and q.dtype != E4M3:
-            add(words, torch.tensor(row, dtype=torch.int64).view(-1, 4), q.shape[2])
+            add(words, torch.tensor(row, dtype=torch.int64, device="cpu").view(-1, 4), q.shape[2])
     rounded = out.to(torch.bfloat16)
     if residual is not None:
         residual.copy_(out - rounded.float())
@@ -26,12 +26,14 @@ def forward(q, k, v, descales, terms, words, accumulator, save, residual=None):
 
 def backward(grad, operands, descales, out, lse, terms, dq_fp8=False, residual=None):
     """Gradients of q, k and v before their casts, and of the sinks; f32."""
-    grads = [torch.empty(x.shape, dtype=torch.float32) for x in operands]
+    grads = [torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in operands]
     out = out.float() if residual is None else out.float() + residual.float()
     wide, grad, lse = out.contiguous(), grad.float().contiguous(), lse.contiguous()
     call = {"forward": _call(operands, descales, wide, lse, terms, "f16"), "d_out": grad, "dq_fp8": dq_fp8}
     d_sinks = _native.host_backward(call | dict(zip(("dq", "dk", "dv"), grads)))
-    return (*grads, torch.tensor(d_sinks) if terms.sinks is not None else None)
+    if terms.sinks is None:
+        return *grads, None
+    return *grads, torch.tensor(d_sinks, dtype=torch.float32, device="cpu")
 
 
 def _call(operands, descales, out, lse, terms, accumulator):
