@@ -145,7 +145,7 @@ def _fill(module, layer):
         if buffer.numel() == 1:
             buffer.fill_(value)
         else:
-            buffer.copy_(buffer.new_tensor(row, dtype=torch.float32).reshape(buffer.shape))
+            buffer.copy_(buffer.new_tensor(row, dtype=buffer.dtype).reshape(buffer.shape))
         setattr(module, f"_{operand}_scale_float", value)
         host = getattr(module, f"_{operand}_scale_cpu", None)
         if host is not None:
