@@ -54,7 +54,7 @@ def offered(q, v, terms):
 # A constant of compiled code.
 @torch.compiler.assume_constant_result
 def _offered(d_head, d_v, dense, device):
-    q, v = (torch.empty((1, 1, 1, d), dtype=torch.float32, device=device) for d in (d_head, d_v))
+    q, v = (torch.empty((1, 1, 1, d), dtype=torch.bfloat16, device=device) for d in (d_head, d_v))
     side = None if dense else 0
     return kernel_for(q, v, Terms(False, 1.0, side, side)) is not None
 

@@ -12,11 +12,11 @@ def forward(q, k, v, descales, terms, words, residual=None):
     """Output, log-sum-exp, and q, k and v in E4M3 if they are kept."""
     given = (q, k, v)
     operands = given if terms.keeps == NOTHING else cast_all(*seen_rows(*given, terms), descales)
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32, device="cpu")
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device="cpu")
     for row in _native.host_forward(_call(given, descales, terms, out=out, lse=lse)):
         if words is not None and q.dtype != E4M3:
-            add(words, torch.tensor(row, dtype=torch.int64).view(-1, 4), q.shape[2])
+            add(words, torch.tensor(row, dtype=torch.int64, device="cpu").view(-1, 4), q.shape[2])
     rounded = out.to(torch.bfloat16)
     if residual is not None:
         residual.copy_(out - rounded.float())
@@ -25,7 +25,7 @@ def forward(q, k, v, descales, terms, words, residual=None):
 
 def backward(grad, operands, descales, out, lse, terms, residual=None):
     """Gradients of q, k and v before their casts, and of the sinks; f32."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32) for x in operands)
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in operands)
     d_sinks = None if terms.sinks is None else torch.empty_like(terms.sinks)
     wide = out.float() if residual is None else out.float() + residual.float()
     saved = {"out": wide.contiguous(), "lse": lse.contiguous(), "d_out": grad.float().contiguous()}

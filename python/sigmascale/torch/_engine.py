@@ -116,8 +116,10 @@ class _Results:
 
     def __init__(self, engine, targets, runtime):
         results = engine.results()
-        self.word = runtime.memory(engine, results.pop("status"), "<i4")
-        self._values = {name: runtime.memory(engine, place, "<f4") for name, place in results.items()}
+        self.word = _heads.memory(engine, results.pop("status"), torch.int32, runtime.device)
+        self._values = {
+            name: _heads.memory(engine, place, torch.float32, runtime.device) for name, place in results.items()
+        }
         self._targets, self._counts = targets, runtime._heads.counts
 
     def copies(self, parts, indices):

@@ -203,7 +203,10 @@ class Guard:
         if norm is None:
             norm = _gradient_norm(self.optimizer)
         values = [
-            value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value)) for value in (loss, norm)
+            value.detach()
+            if isinstance(value, torch.Tensor)
+            else torch.tensor(float(value), dtype=torch.float32, device=self.runtime.device)
+            for value in (loss, norm)
         ]
         for name, value in zip(("loss", "grad_norm"), values):
             if value.numel() != 1:

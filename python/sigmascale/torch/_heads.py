@@ -103,8 +103,18 @@ def copies(results, targets, every):
     return pairs
 
 
-class Memory:
-    """Device memory of the engine, in the form that ``torch.as_tensor`` takes; keeps the engine alive."""
+def memory(engine, place, dtype, device):
+    """What an engine writes, as a tensor that keeps it alive: on the CPU it is one, on a device a pointer and a length."""
+    if isinstance(place, torch.Tensor):
+        return place
+    return torch.as_tensor(_Memory(engine, *place, _KINDS[dtype]), dtype=dtype, device=device)
+
+
+_KINDS = {torch.float32: "<f4", torch.int32: "<i4"}
+
+
+class _Memory:
+    """Device memory in the form that ``torch.as_tensor`` takes."""
 
     def __init__(self, engine, pointer, length, kind):
         self._engine = engine

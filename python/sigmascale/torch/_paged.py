@@ -33,7 +33,9 @@ def value_pages(
     if page_size % 16 or d_head % 8:
         raise ArgumentError(f"pages of {page_size} tokens of {d_head} elements do not divide into groups of 16 by 8")
     shape = (pages, n_kv_heads, page_size // 16, d_head // 8, 8, 16)
-    return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
+    # A cache is written in the mode of each call.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
 
 
 def takes(q, k_cache, block_table):

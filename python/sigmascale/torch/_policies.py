@@ -9,7 +9,7 @@ import torch
 from .. import _native
 from .._errors import MismatchError, SigmascaleError, UnsupportedError
 from .._parameters import DEFAULTS
-from . import _host
+from . import _heads, _host
 from ._heads import Target
 
 POLICIES: tuple[str, ...] = tuple(policy["name"] for policy in DEFAULTS["policies"])
@@ -150,18 +150,18 @@ class _Part:
     def __init__(self, native, bounded, runtime, layers):
         self.native, self.layers, count = native, layers, len(layers)
         # Rows of the runtime's tensors.
-        self._rows = slice(None) if runtime._heads.equal else torch.tensor(layers, device=runtime.device)
+        self._rows = slice(None) if runtime._heads.equal else torch.tensor(layers, dtype=torch.int64, device=runtime.device)
         self._n_q, self._n_kv = n_q, n_kv = runtime._heads.counts[layers[0]]
         results = self.native.results()
-        memory = lambda name, kind: runtime.memory(self.native, results[name], kind)
-        self._stats = memory("stats", "<i4").view(count, 2 * (n_q + n_kv), 4)
-        descales = memory("descales", "<f4").view(count, n_q + 4 * n_kv)
+        memory = lambda name, dtype=torch.float32: _heads.memory(self.native, results[name], dtype, runtime.device)
+        self._stats = memory("stats", torch.int32).view(count, 2 * (n_q + n_kv), 4)
+        descales = memory("descales").view(count, n_q + 4 * n_kv)
         self._logits, self._descales = descales[:, :n_q], descales[:, n_q:].view(count, 4, n_kv)
         self.bounds = {}
         if bounded:
             self.bounds = {
-                "bounds": memory("bounds", "<f4").view(count, n_q, -1),
-                "operands": memory("operands", "<f4").view(count, 3, n_kv),
+                "bounds": memory("bounds").view(count, n_q, -1),
+                "operands": memory("operands").view(count, 3, n_kv),
             }
 
     def observe(self, runtime, stream):

@@ -436,12 +436,6 @@ class Runtime:
                 self._policy.load(part["state"])
                 self.descales.copy_(part["descales"])
 
-    def memory(self, owner: object, place: tuple[int, int] | torch.Tensor, kind: str) -> torch.Tensor:
-        """Memory that ``owner`` holds, as a tensor that keeps it alive; on the CPU it is one."""
-        if isinstance(place, torch.Tensor):
-            return place
-        return torch.as_tensor(_heads.Memory(owner, *place, kind), device=self.device)
-
 
 def _shape(found):
     """Query heads, KV heads and head dimension of each layer."""

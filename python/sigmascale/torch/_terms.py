@@ -118,9 +118,10 @@ class Terms:
         if self.sequences is None:
             if left < 0 and right < 0:
                 return None
-            ahead = torch.arange(len_k, device=device) - torch.arange(len_q, device=device)[:, None] - (len_k - len_q)
+            key, row = (torch.arange(count, dtype=torch.int64, device=device) for count in (len_k, len_q))
+            ahead = key - row[:, None] - (len_k - len_q)
             return _in_window(ahead, left, right)[None, None]
-        rows = torch.arange(batch * len_q, device=device)
+        rows = torch.arange(batch * len_q, dtype=torch.int64, device=device)
         return self._in_sequences(rows, len_q, len_k).view(batch, len_q, len_k)[:, None]
 
     def visible_to(self, rows, entry, len_q, len_k):
@@ -131,7 +132,8 @@ class Terms:
         right = 0 if self.causal else right
         if left < 0 and right < 0:
             return None
-        return _in_window(torch.arange(len_k, device=rows.device) - rows[:, None] - (len_k - len_q), left, right)
+        key = torch.arange(len_k, dtype=torch.int64, device=rows.device)
+        return _in_window(key - rows[:, None] - (len_k - len_q), left, right)
 
     def _in_sequences(self, rows, len_q, len_k):
         """The same of queries that are counted over the whole batch."""
@@ -140,7 +142,7 @@ class Terms:
         of, inside = _sequence_of(q_starts, q_ends, rows)
         # From the first key of the sequence.
         first = rows // len_q * len_k - k_starts[of]
-        key = first[:, None] + torch.arange(len_k, device=rows.device)
+        key = first[:, None] + torch.arange(len_k, dtype=torch.int64, device=rows.device)
         count = (k_ends - k_starts)[of][:, None]
         row = (rows - q_starts[of] - (q_ends - q_starts)[of])[:, None]
         seen = (key >= 0) & (key < count) & inside[:, None]
@@ -184,7 +186,7 @@ def _sequence_of(starts, ends, row):
 
 def within(x, starts, ends):
     """``x`` ``(batch, len, heads, d)`` with zeros in the rows of no sequence."""
-    rows = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    rows = torch.arange(x.shape[0] * x.shape[1], dtype=torch.int64, device=x.device)
     _, inside = _sequence_of(starts.long(), ends.long(), rows)
     return torch.where(inside.view(*x.shape[:2], 1, 1), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
@@ -199,5 +201,5 @@ def seen_rows(q, k, v, terms):
 
 def hidden(len_q, len_k, device):
     """True where a causal query does not see a key; the last query sees all keys."""
-    rows = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
-    return torch.arange(len_k, device=device)[None, :] > rows
+    rows = torch.arange(len_q, dtype=torch.int64, device=device)[:, None] + (len_k - len_q)
+    return torch.arange(len_k, dtype=torch.int64, device=device)[None, :] > rows

@@ -15,6 +15,8 @@ class Window:
     """Maxima and counts of the calls since the last :meth:`take`, over any number of refreshes. Nothing is read by the
     host before that."""
 
+    # Written in place at each refresh, in whatever mode that is called.
+    @torch.inference_mode(False)
     def __init__(self, runtime):
         if runtime.telemetry == "off":
             raise ArgumentError(
@@ -25,7 +27,7 @@ class Window:
         make = lambda dtype: torch.zeros(words.shape, device=words.device, dtype=dtype)
         # Of every word: the largest, the sum of refreshes, and what of the present words that sum has already.
         self._largest, self._total, self._counted = (make(torch.int64) for _ in range(3))
-        self._peaks = torch.zeros(words.shape[:2], device=words.device)
+        self._peaks = torch.zeros(words.shape[:2], dtype=torch.float32, device=words.device)
         self._rows = _descale_rows(runtime.layers, words.shape[1], runtime.n_kv_heads).to(words.device)
         self._kept = [self._largest, self._total, self._counted, self._peaks, self._rows]
         # Values of a head of q, k and v that were cast, by layer.
@@ -109,10 +111,10 @@ def _by_query_head(rows, n_q, n_kv):
 
 def _descale_rows(plans, rows, width):
     """Where the descale of each row of words lies in its layer's ``(4, width)``; those of logits have none."""
-    table = torch.zeros(len(plans), rows, dtype=torch.int64)
+    table = torch.zeros(len(plans), rows, dtype=torch.int64, device="cpu")
     for plan in plans:
         n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
-        own = torch.arange(n_kv)
+        own = torch.arange(n_kv, dtype=torch.int64, device="cpu")
         heads = own.repeat_interleave(n_q // n_kv), width + own, 2 * width + own
         table[plan.index, n_q : 2 * (n_q + n_kv)] = torch.cat(heads)
     return table
