@@ -237,7 +237,7 @@ def calls():
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float32, device="cpu")
     ints = lambda *x: torch.tensor(x, dtype=torch.int32, device="cpu")
     found = []
-    for how in ({}, {"causal": False}, {"window": (7, 3), "causal": False}, {"softcap": 5.0}, {"sinks": sinks}, {"stabilise": True}):
+    for how in ({}, {"causal": False}, {"window": (7, 3), "causal": False}, {"softcap": 5.0}, {"sinks": sinks}, {"gradients": "unrounded-delta"}):
         own = [x.clone() for x in (q, k, v)]
         grown = not torch.is_inference_mode_enabled()
         if grown:
@@ -295,9 +295,9 @@ def test_what_a_call_sees_is_the_same(within):
     sequences = _terms.Sequences(*torch.tensor([[0, 9], [9, 20], [0, 9], [9, 20]], dtype=torch.int32), 11, 11)
 
     def seen():
-        found = [_terms.Terms(True, 1.0, window=(4, -1)).visible(2, 10, 10, torch.device("cpu"))]
+        found = [_terms.Terms(True, 1.0, window_left=4).visible(2, 10, 10, torch.device("cpu"))]
         rows = torch.tensor([3, 7], dtype=torch.int64, device="cpu")
-        for terms in (_terms.Terms(True, 1.0, window=(4, -1)), _terms.Terms(True, 1.0, sequences=sequences)):
+        for terms in (_terms.Terms(True, 1.0, window_left=4), _terms.Terms(True, 1.0, sequences=sequences)):
             found.append(terms.visible_to(rows, 0, 10, 10))
         return [*found, _terms.within(operands(2, 10)[0], *sequences.places[:2])]
 
