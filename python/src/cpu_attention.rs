@@ -1,19 +1,24 @@
 //! Attention on the CPU over tensors of Python, forward and backward: the crate's own, which the kernels have to match.
 
-use crate::call::{Array, Call};
+use crate::call::{Array, Call, Sequences};
 use crate::threads::beside;
 use pyo3::prelude::*;
 use sigmascale::attention::{
     Attention, AttentionShape, BackwardPrecision, Cpu, Inputs, LogitCast, Precision, Saved, Sequence, backward,
 };
+use sigmascale::device::attention::Element;
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::{CastStats, CastWords, LogitWords, StepStats, StepWords, ordered};
 use sigmascale::{Descale, Error, Result};
 
 /// Memory of a tensor from its first element on.
 fn memory<T>(array: &Array, elements: usize) -> &[T] {
-    // SAFETY: 1. the package passes tensors of the host that have these elements, f32 but for places of sequences, which are
-    // int32; 2. it holds them, and nobody writes them, until the call returns.
+    // An empty tensor may have no address.
+    if elements == 0 {
+        return &[];
+    }
+    // SAFETY: 1. the package passes tensors of the host that have these elements, f32 for operands and results, else as
+    // `values` checks; 2. it holds them, and nobody writes them, until the call returns.
     unsafe { std::slice::from_raw_parts(array.address as *const T, elements) }
 }
 
@@ -30,15 +35,18 @@ fn write(array: &Array, at: usize, values: &[f32]) {
     to[at..at + values.len()].copy_from_slice(values);
 }
 
-/// The values of a small tensor of any strides, row by row.
-fn values<T: Copy>(array: &Array) -> Vec<T> {
+/// The values of a small tensor of any strides, row by row, which must be of type `element`.
+fn values<T: Copy>(name: &str, array: &Array, element: Element) -> Result<Vec<T>> {
+    if array.element()? != element {
+        return Err(Error::argument(format_args!("{name} must be of type {element:?}")));
+    }
     let mut places = vec![0];
     for (&size, &stride) in array.shape.iter().zip(&array.strides) {
         let step = stride.unsigned_abs() as usize;
         places = places.iter().flat_map(|place| (0..size).map(move |i| place + i * step)).collect();
     }
     let all = memory(array, places.last().map_or(0, |last| last + 1));
-    places.into_iter().map(|place| all[place]).collect()
+    Ok(places.into_iter().map(|place| all[place]).collect())
 }
 
 /// Sequences of a batch that are computed together, since they have one set of descales.
@@ -70,8 +78,9 @@ fn precision(call: &Call) -> Result<Precision> {
     Ok(Precision { logits: LogitCast::F32, ..Precision::hopper(call.terms.accumulator()?) })
 }
 
-fn sinks(call: &Call) -> Option<Vec<f64>> {
-    call.terms.sinks.as_ref().map(|sinks| values::<f32>(sinks).into_iter().map(f64::from).collect())
+fn sinks(call: &Call) -> Result<Option<Vec<f64>>> {
+    let wide = |sinks| Ok(values::<f32>("sinks", sinks, Element::F32)?.into_iter().map(f64::from).collect());
+    call.terms.sinks.as_ref().map(wide).transpose()
 }
 
 fn parts(call: &Call) -> Result<Vec<Part>> {
@@ -79,8 +88,15 @@ fn parts(call: &Call) -> Result<Vec<Part>> {
     // One set of descales for the whole batch, where all rows are the same.
     let sets = if call.descales.iter().all(|d| d.shape[0] == 1 || d.strides[0] == 0) { 1 } else { shape.batch };
     let each = shape.batch / sets;
-    let [q, k, v] = call.descales.each_ref().map(values::<f32>);
-    let places = call.terms.sequences.as_ref().map(|s| [&s.q_starts, &s.q_ends, &s.k_starts, &s.k_ends].map(values));
+    let [q, k, v] = &call.descales;
+    let descales = |name, array| values::<f32>(name, array, Element::F32);
+    let (q, k, v) = (descales("q descale", q)?, descales("k descale", k)?, descales("v descale", v)?);
+    let place = |name, array| values::<i32>(name, array, Element::I32);
+    let places = |s: &Sequences| {
+        let (q_starts, q_ends) = (place("q_starts", &s.q_starts)?, place("q_ends", &s.q_ends)?);
+        Ok::<_, Error>([q_starts, q_ends, place("k_starts", &s.k_starts)?, place("k_ends", &s.k_ends)?])
+    };
+    let places = call.terms.sequences.as_ref().map(places).transpose()?;
     (0..sets)
         .map(|set| {
             let row = |all: &[f32]| {
@@ -158,7 +174,7 @@ fn words(stats: &StepStats) -> StepWords {
 #[pyfunction]
 pub fn host_forward(py: Python<'_>, call: Call) -> PyResult<Vec<Vec<u32>>> {
     beside(py, || {
-        let (precision, sinks) = (precision(&call)?, sinks(&call));
+        let (precision, sinks) = (precision(&call)?, sinks(&call)?);
         let part = |part: &Part| {
             let terms = call.on_host(part.shape, part.sequences.as_deref(), sinks.as_deref());
             let result = Cpu.forward(&terms, &part.inputs(&call)?, &part.plan, &precision)?;
@@ -174,7 +190,7 @@ pub fn host_forward(py: Python<'_>, call: Call) -> PyResult<Vec<Vec<u32>>> {
 #[pyfunction]
 pub fn host_backward(py: Python<'_>, call: Call) -> PyResult<()> {
     beside(py, || {
-        let (precision, sinks) = (precision(&call)?, sinks(&call));
+        let (precision, sinks) = (precision(&call)?, sinks(&call)?);
         let how = BackwardPrecision::after(call.terms.keeps()?);
         let mut d_sinks = vec![0.0; sinks.as_ref().map_or(0, Vec::len)];
         for part in parts(&call)? {
