@@ -89,9 +89,9 @@ fn parts(call: &Call) -> Result<Vec<Part>> {
     let sets = if call.descales.iter().all(|d| d.shape[0] == 1 || d.strides[0] == 0) { 1 } else { shape.batch };
     let each = shape.batch / sets;
     let [q, k, v] = &call.descales;
-    let descales = |name, array| values::<f32>(name, array, Element::F32);
+    let descales = |name: &str, array: &Array| values::<f32>(name, array, Element::F32);
     let (q, k, v) = (descales("q descale", q)?, descales("k descale", k)?, descales("v descale", v)?);
-    let place = |name, array| values::<i32>(name, array, Element::I32);
+    let place = |name: &str, array: &Array| values::<i32>(name, array, Element::I32);
     let places = |s: &Sequences| {
         let (q_starts, q_ends) = (place("q_starts", &s.q_starts)?, place("q_ends", &s.q_ends)?);
         Ok::<_, Error>([q_starts, q_ends, place("k_starts", &s.k_starts)?, place("k_ends", &s.k_ends)?])
