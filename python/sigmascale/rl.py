@@ -24,7 +24,7 @@ from ._errors import NonFiniteError, UnsupportedError
 from ._serving import ScaleStream
 
 if TYPE_CHECKING:
-    from ._hints import Engine, Layers, Model, Pairs
+    from ._options import Engine, Layers, Model, Pairs
 
 __all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "skyrl", "with_scales"]
 
@@ -176,23 +176,26 @@ def fill_vllm(model: Any, layers: Layers) -> None:
     ``layers`` is what :meth:`ScaleStream.finish` gives. Addresses stay, so that captured graphs read the new values.
     Where graphs hold the host's floats (FlashInfer), capture them again.
     """
+    from ._loaded import write
+
     for module, scale in _modules(model, layers, "_k_scale"):
         for operand, value in scale.items():
-            buffer = getattr(module, f"_{operand}_scale")
-            buffer.fill_(value)
+            write(getattr(module, f"_{operand}_scale"), value)
             setattr(module, f"_{operand}_scale_float", value)
             copy = getattr(module, f"_{operand}_scale_cpu", None)
             if copy is not None:
-                copy.fill_(value)
+                write(copy, value)
 
 
 def fill_sglang(model: Any, layers: Layers) -> None:
     """Sets the scales of k and v of a loaded SGLang model in place, and the float copies that it keeps: an update of
     the weights does not change those. q is cast at 1.0 there.
     """
+    from ._loaded import write
+
     for module, scale in _modules(model, layers, "k_scale_float"):
         for operand in ("k", "v"):
-            getattr(module, f"{operand}_scale").data.fill_(scale[operand])
+            write(getattr(module, f"{operand}_scale").data, scale[operand])
             setattr(module, f"{operand}_scale_float", scale[operand])
 
 

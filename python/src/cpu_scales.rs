@@ -4,7 +4,7 @@
 use crate::device::{Layer, Projection, QkNorm, dtype};
 use crate::errors::raise;
 use crate::policy::TailArguments;
-use crate::work::beside;
+use crate::threads::beside;
 use pyo3::prelude::*;
 use sigmascale::bound::{BoundKind, HeadBound, HeadBounds, LayerBounds, OperandBound, Tail, operand_row, round_up};
 use sigmascale::geometry::LayerGeometry;
@@ -13,7 +13,7 @@ use sigmascale::model::{
     Rope, RopeLayout, Temperature,
 };
 use sigmascale::plan::{Granularity, ScalePlan};
-use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, Slack, ScaledTensor};
+use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, ScaledTensor, Slack};
 use sigmascale::spectral::{GramEngine, SpectralEngine};
 use sigmascale::stats::{StepStats, StepWords, stats_words};
 use sigmascale::tensor::{Dtype, MatrixView};
@@ -97,11 +97,7 @@ fn spec(layers: &[Layer]) -> AttentionSpec {
             gain: if first.gain == 0 { GainForm::Unit } else { GainForm::Plain },
             shift: first.shift != 0,
         },
-        bias: QkvBias {
-            q: first.q.bias != 0,
-            k: first.k.bias != 0,
-            v: first.v.as_ref().is_some_and(|v| v.bias != 0),
-        },
+        bias: QkvBias { q: first.q.bias != 0, k: first.k.bias != 0, v: first.v.as_ref().is_some_and(|v| v.bias != 0) },
         qk_norm: first.qk_norm.as_ref().map(|_| model::QkNorm {
             scope: QkNormScope::PerHead,
             kind: NormKind::RmsNorm,
@@ -112,18 +108,6 @@ fn spec(layers: &[Layer]) -> AttentionSpec {
         }),
         ..AttentionSpec::plain(first.d_model, layers.iter().enumerate().map(one).collect())
     }
-}
-
-/// The attention spec of layers with as many heads, as JSON: what policies are made for.
-#[pyfunction]
-pub fn attention_spec(py: Python<'_>, layers: Vec<Layer>) -> PyResult<String> {
-    let text = || {
-        if layers.is_empty() {
-            return Err(Error::argument("an attention spec needs at least one layer"));
-        }
-        serde_json::to_string(&spec(&layers)).map_err(|error| Error::argument(format_args!("attention spec: {error}")))
-    };
-    text().map_err(|error| raise(py, &error))
 }
 
 /// A layer's tensors, dense and in the types that they are stored in.

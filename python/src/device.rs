@@ -1,6 +1,6 @@
 //! The scale engine over memory that Python owns.
 
-use crate::work::{OnDevice, on_device};
+use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::bound::HeadBound;

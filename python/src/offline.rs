@@ -2,7 +2,7 @@
 
 use crate::errors::raise;
 use crate::policy::configs;
-use crate::work::{Stop, detached};
+use crate::threads::{Stop, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;

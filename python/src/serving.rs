@@ -1,8 +1,8 @@
 //! Exports, audits and streamed scales, as the crate's `serving` has them.
 
-use crate::errors::raise;
 use crate::cpu_scales::bytes_at;
-use crate::work::detached;
+use crate::errors::raise;
+use crate::threads::detached;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;

@@ -99,7 +99,7 @@ class Log:
     def info(self, message, *values):
         self.lines.append((logging.INFO, message % values))
 
-    warning = lambda self, message, *values: self.lines.append((logging.WARNING, message % values))
+    error = lambda self, message, *values: self.lines.append((logging.ERROR, message % values))
 
 
 def follow(engine, *, kept=False, config=None):
@@ -187,7 +187,7 @@ def test_captured_graphs_keep_their_scales():
         engine.load_weights(weights(2.0))
         followed.refresh()
     assert not filled and followed.values.keys() == first.keys()
-    assert [line for level, line in log.lines if level == logging.WARNING] == [log.lines[1][1]] and "restart" in log.lines[1][1]
+    assert [line for level, line in log.lines if level == logging.ERROR] == [log.lines[1][1]] and "restart" in log.lines[1][1]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_bounded_is_left_alone(change, why):
         engine.process()
         followed.refresh()
     ((level, line),) = log.lines
-    assert level == logging.WARNING and why in line and "Engine" in line and not filled
+    assert level == logging.ERROR and why in line and "Engine" in line and not filled
 
 
 @pytest.mark.parametrize("named", ["deepseek_yarn", "deepseek_llama_scaling"])
@@ -248,7 +248,7 @@ def test_weights_that_are_quantized_while_loading_are_left_alone():
     engine.process()
     followed.refresh()
     ((level, line),) = log.lines
-    assert level == logging.WARNING and "QuantizesOnline" in line and not filled
+    assert level == logging.ERROR and "QuantizesOnline" in line and not filled
 
 
 @pytest.mark.parametrize("scales", ["tensor", "parts", "channel", "block"])

@@ -45,6 +45,12 @@ def functions(kind):
                 yield f"{kind.__name__}.{name}", part
 
 
+def test_the_pytorch_part_shows_what_it_offers_and_nothing_else():
+    pytest.importorskip("torch")
+    module = importlib.import_module("sigmascale.torch")
+    assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)
+
+
 @pytest.mark.parametrize(
     "name", ["sigmascale", "sigmascale.rl", "sigmascale.torch", "sigmascale.torch.megatron", "sigmascale.torch.te"]
 )
@@ -73,7 +79,7 @@ from typing import Any
 import sigmascale
 from sigmascale.torch import Guard, Layer, Monitor, Rope, TrainerMonitor, megatron, te
 c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
-rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
+rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="worst-case"))
 run = sigmascale.stress("refit", "x", policies=["geometry", sigmascale.AutoC(burn_in=3), sigmascale.DelayedTe(margin=1)])
 made = sigmascale.export("x", "y", "vllm", per_head=True)["safe"], sigmascale.verify("y", "sglang")
 for name, tensor in sigmascale.ScaleStream({"model_type": "llama"}).through([("x", 1)]):
