@@ -8,14 +8,15 @@ use serde::Serialize;
 use serde_json::json;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
-use sigmascale::cli::{self, pages};
 use sigmascale::cuda;
-use sigmascale::file::{check_not_of_model, check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
-use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
+use sigmascale_cli::pages;
+use sigmascale_cli::target::{check_not_of_model, check_not_read};
+use sigmascale_lab::file::{check_target, write_atomically};
+use sigmascale_lab::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use std::ffi::OsString;
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -132,8 +133,9 @@ pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> P
 /// there is to say, for `doctor`.
 #[pyfunction]
 pub fn command(py: Python<'_>, arguments: Vec<OsString>, plugins: Vec<(String, bool, String)>) -> u8 {
-    let plugins = plugins.into_iter().map(|(name, found, value)| cli::Fact { name, found, value }).collect();
-    py.detach(|| cli::run_with(iter::once("sigmascale".into()).chain(arguments), plugins))
+    let fact = |(name, found, value)| sigmascale_cli::Fact { name, found, value };
+    let plugins = plugins.into_iter().map(fact).collect();
+    py.detach(|| sigmascale_cli::run_with(iter::once("sigmascale".into()).chain(arguments), plugins))
 }
 
 /// JSON, and the page of the command line.
