@@ -1,11 +1,11 @@
 //! `sigmascale export`: a checkpoint that a serving engine loads with these scales.
 
 use super::model::{Model, files};
+use super::named::named;
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short, wrapped};
 use super::target::check_not_of_model;
-use clap::ValueEnum;
 use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate};
 use sigmascale::{Error, Result};
 use std::fmt::Write;
@@ -20,8 +20,8 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Engine that will load it
-    #[arg(long = "for", value_enum, value_name = "ENGINE")]
-    engine: EngineArg,
+    #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
+    engine: Engine,
     /// One scale per head (vLLM only; vLLM 0.32 cannot update the weights of such a model)
     #[arg(long)]
     per_head: bool,
@@ -30,30 +30,6 @@ pub struct Args {
     copy: bool,
     #[command(flatten)]
     output: OutputArgs,
-}
-
-/// Engines by the words of the command line.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum EngineArg {
-    /// vLLM
-    Vllm,
-    /// SGLang
-    Sglang,
-    /// TensorRT-LLM
-    Trtllm,
-    /// mistral.rs
-    Mistralrs,
-}
-
-impl From<EngineArg> for Engine {
-    fn from(engine: EngineArg) -> Self {
-        match engine {
-            EngineArg::Vllm => Self::Vllm,
-            EngineArg::Sglang => Self::Sglang,
-            EngineArg::Trtllm => Self::Trtllm,
-            EngineArg::Mistralrs => Self::Mistralrs,
-        }
-    }
 }
 
 /// Runs the command.
@@ -68,7 +44,7 @@ pub fn run(args: Args) -> Result<()> {
             args.model
         )));
     };
-    let options = ExportOptions { engine: args.engine.into(), per_head: args.per_head, copy: args.copy };
+    let options = ExportOptions { engine: args.engine, per_head: args.per_head, copy: args.copy };
     let bar = progress::bar(checkpoint.spec().layers.len(), "{msg}: layer {pos}/{len}", "export");
     let mut each = || {
         bar.inc(1);

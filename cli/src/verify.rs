@@ -1,13 +1,13 @@
 //! `sigmascale verify`: which scales an engine would use, and which the weights need.
 
-use super::export::EngineArg;
 use super::html::{Made, Page, Tone};
 use super::model::{Model, files};
+use super::named::named;
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, wrapped};
 use serde::Serialize;
-use sigmascale::serving::{self, Audit, AuditEntry, Engine, Verdict};
+use sigmascale::serving::{self, Audit, AuditEntry, Engine, ScaleVerdict};
 use sigmascale::{Error, Result};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ pub struct Args {
     /// Checkpoint folder
     checkpoint: String,
     /// Engine whose loading rules apply [default: the one exported for, else vllm; the others are summarized]
-    #[arg(long = "for", value_enum, value_name = "ENGINE")]
-    engine: Option<EngineArg>,
+    #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
+    engine: Option<Engine>,
     /// Same as --format json
     #[arg(long)]
     json: bool,
@@ -58,7 +58,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
             args.checkpoint
         )));
     };
-    let mut engines: Vec<Engine> = args.engine.into_iter().map(Engine::from).collect();
+    let mut engines: Vec<Engine> = args.engine.into_iter().collect();
     if engines.is_empty() {
         let first = Engine::of_export(Path::new(&args.checkpoint)).unwrap_or(Engine::Vllm);
         engines.push(first);
@@ -88,20 +88,20 @@ fn summary(audit: &Audit) -> String {
         .iter()
         .flat_map(|layer| layer.entries())
         .map(|(_, entry)| entry)
-        .filter(|e| e.verdict != Verdict::Safe)
+        .filter(|e| e.verdict != ScaleVerdict::Safe)
         .collect();
     if bad.is_empty() {
         return format!("{}: safe. No normalized input can overflow with any of the {total} scales.", audit.engine);
     }
     let kinds = [
-        (Verdict::Overflow, "can overflow"),
-        (Verdict::Missing, "missing"),
-        (Verdict::Default, "stored as 1.0"),
-        (Verdict::RoundedBelow, "rounded below the bound"),
-        (Verdict::Foreign, "of other weights"),
-        (Verdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
-        (Verdict::NotLoaded, "never loaded"),
-        (Verdict::Unbounded, "without a bound"),
+        (ScaleVerdict::Overflow, "can overflow"),
+        (ScaleVerdict::Missing, "missing"),
+        (ScaleVerdict::Default, "stored as 1.0"),
+        (ScaleVerdict::RoundedBelow, "rounded below the bound"),
+        (ScaleVerdict::Foreign, "of other weights"),
+        (ScaleVerdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
+        (ScaleVerdict::NotLoaded, "never loaded"),
+        (ScaleVerdict::Unbounded, "without a bound"),
     ];
     let counted = kinds.iter().filter_map(|(verdict, words)| {
         let count = bad.iter().filter(|entry| entry.verdict == *verdict).count();
@@ -116,7 +116,7 @@ fn rows(audit: &Audit) -> Vec<[String; 6]> {
     let row = |number: usize, name: char, entries: &[AuditEntry]| {
         let scales = range(entries.iter().map(|entry| f64::from(entry.scale)));
         let needed = range(entries.iter().filter_map(|entry| entry.needed.map(f64::from)));
-        let worst = entries.iter().find(|entry| entry.verdict != Verdict::Safe).or(entries.first());
+        let worst = entries.iter().find(|entry| entry.verdict != ScaleVerdict::Safe).or(entries.first());
         let (verdict, why) = worst.map_or(("-", String::new()), |entry| (entry.verdict.name(), entry.why.clone()));
         [number.to_string(), name.to_string(), scales, needed, verdict.to_owned(), why]
     };

@@ -820,7 +820,7 @@ mod audits {
                 *value = f32::from_bits(value.to_bits() - 0x1_0000);
             });
         });
-        assert_eq!((code, faults(&said)), (1, vec![(1, "q", "rounded_below".to_owned())]));
+        assert_eq!((code, faults(&said)), (1, vec![(1, "q", "rounded-below".to_owned())]));
     }
 
     #[test]
@@ -830,7 +830,7 @@ mod audits {
             std::fs::copy(Path::new(TINY_LLAMA).join(INDEX), folder.join(INDEX)).unwrap();
         });
         let faults = faults(&said);
-        assert!(code == 1 && faults.len() == 18 && faults.iter().all(|fault| fault.2 == "not_loaded"), "{faults:?}");
+        assert!(code == 1 && faults.len() == 18 && faults.iter().all(|fault| fault.2 == "not-loaded"), "{faults:?}");
         assert!(said["layers"][0]["k"][0]["why"].as_str().unwrap().contains("the index does not name"));
         // The index names it, and it is not there: no engine starts.
         let (_parent, folder, _) = exported("vllm", &[]);
@@ -871,10 +871,10 @@ mod audits {
             |config| config["quantization_config"]["kv_cache_scheme"]["num_bits"] = json!(4),
         ] {
             let (code, said) = break_config(edit);
-            assert!(code == 1 && faults(&said).iter().all(|fault| fault.2 == "not_loaded"));
+            assert!(code == 1 && faults(&said).iter().all(|fault| fault.2 == "not-loaded"));
             assert!(said["notes"].to_string().contains("No scale is loaded"), "{said}");
         }
-        // One entry where there should be one a head.
+        // One entry where there should be one per head.
         let (code, said) =
             break_config(|config| config["quantization_config"]["kv_cache_scheme"]["strategy"] = json!("attn_head"));
         assert!(code == 1 && faults(&said).len() == 18);
@@ -890,7 +890,7 @@ mod audits {
             map.insert("model.layers.0.self_attn.attn.k_scale".to_owned(), file);
             write(&folder.join(INDEX), &index);
         });
-        assert_eq!((code, faults(&said)), (1, vec![(0, "k", "not_loaded".to_owned())]));
+        assert_eq!((code, faults(&said)), (1, vec![(0, "k", "not-loaded".to_owned())]));
     }
 
     /// vLLM holds the scales of FP8 and ModelOpt checkpoints in the model's type.
@@ -913,7 +913,7 @@ mod audits {
         });
         let audits = verify(&checkpoint(), &[Engine::Vllm, Engine::Sglang], &mut || Ok(())).unwrap();
         let below = exact.iter().filter(|x| half::bf16::from_f32(**x).to_f32() < **x).count();
-        let found = audits[0].layers.iter().filter(|layer| layer.k[0].verdict.name() == "rounded_below").count();
+        let found = audits[0].layers.iter().filter(|layer| layer.k[0].verdict.name() == "rounded-below").count();
         assert!(below > 0 && found == below, "{below} {found}");
         assert!(audits[1].safe);
     }

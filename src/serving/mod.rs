@@ -20,4 +20,4 @@ pub use engine::{Engine, Operand};
 pub use export::{Certificate, Export, ExportOptions, LayerCertificate, OperandCertificate, SCALES_FILE, export};
 pub use scales::{LayerScales, scale_file};
 pub use stream::{Refit, ScaleStream, refit};
-pub use verify::{Audit, AuditEntry, LayerAudit, Verdict, verify};
+pub use verify::{Audit, AuditEntry, LayerAudit, ScaleVerdict, verify};

@@ -6,7 +6,7 @@
 use crate::device;
 use crate::engine::{LOGIT_BELOW, OPERAND_ABOVE, compare, operands, ratio};
 use crate::weights::{Case, Kind, Layer, Layout};
-use crate::{frobenius, latent, norms, policies, qk_norm, shapes};
+use crate::{frobenius, mla, norms, policies, qk_norm, shapes};
 use sigmascale::device::DeviceBounds;
 use sigmascale::device::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
 use sigmascale::geometry::LayerGeometry;
@@ -251,7 +251,7 @@ fn addresses_that_move() {
 fn latent_descales() {
     for dtype in [Dtype::Bf16, Dtype::F32] {
         for sizes in [[512, 2, 96, 64, 64, 32, 64, 2], [200, 3, 44, 36, 18, 10, 26, 1]] {
-            latent::compare("small", &latent::config(sizes, &serde_json::json!({})), dtype);
+            mla::compare("small", &mla::config(sizes, &serde_json::json!({})), dtype);
         }
     }
 }

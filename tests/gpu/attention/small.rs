@@ -5,8 +5,8 @@
 use super::backward_calls::Random;
 use super::paged::Case as Paged;
 use super::{
-    BF16, Data, Memory, backward, backward_calls, distance, exact, logit_error, paged, random, same_casts, stream,
-    terms, wide,
+    BF16, Data, Memory, backward, backward_calls, distance, exact, logit_error, on_device, paged, random, same_casts,
+    stream, wide,
 };
 use crate::device;
 use half::bf16;
@@ -14,8 +14,8 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::attention::{
-    Attention, AttentionCall, AttentionShape, Cast, Cpu, LogitCast, Mask, Padding, Precision, PvAccumulator, Sequence,
-    reference,
+    Attention, AttentionCall, AttentionShape, Cast, Cpu, Keeps, LogitCast, Mask, Padding, Precision, PvAccumulator,
+    Sequence, reference,
 };
 use sigmascale::device::attention::{BackwardOptions, Cuda, Element, Split, Tile};
 use sigmascale::fp8::{Format, OnOverflow};
@@ -137,7 +137,7 @@ fn without_telemetry(call: &AttentionCall) {
     let (mut tensors, workspace) = memory.tensors(call, Element::E4m3);
     tensors.stats = None;
     let gpu = Cuda::new(device()).unwrap().with_processors(3).with_split(false);
-    gpu.launch(&stream(), &terms(call), &tensors, &workspace).unwrap();
+    gpu.launch(&stream(), &on_device(call), &tensors, &workspace).unwrap();
     let (out, ..) = memory.results();
     let out: Vec<f32> = out.chunks_exact(2).map(|x| bf16::from_le_bytes([x[0], x[1]]).to_f32()).collect();
     let [q, k, v] = codes.map(|x| wide(&x.iter().map(|&x| Format::E4m3.decode(x)).collect::<Vec<f32>>()));
@@ -349,7 +349,7 @@ fn cast_of_every_type() {
         });
         let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
         let (tensors, workspace) = memory.tensors(&call, element);
-        super::cuda().launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
+        super::cuda().launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
         memory.results()
     });
     assert!(results[0] == results[1] && results[0] == results[2]);
@@ -416,7 +416,7 @@ fn backward_every_term() {
         for deterministic in [false, true] {
             backward_calls::gradients_of(&random, &backward::engine().with_deterministic(deterministic), false);
         }
-        let options = BackwardOptions { residual: true, ..BackwardOptions::default() };
+        let options = BackwardOptions { keeps: Keeps::UnroundedDelta, ..BackwardOptions::default() };
         backward_calls::gradients_of(&random, &backward::engine().with_options(options), true);
     }
 }
