@@ -13,6 +13,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import csv
 import functools
 import hashlib
 import io
@@ -111,6 +112,8 @@ class Engine:
     def __init__(self, job, folder, **arguments):
         from vllm import LLM
 
+        # vLLM's import takes handlers away.
+        job.listen()
         self.job, start = job, time.monotonic()
         own = {"kv_cache_dtype": "fp8", "enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
         self.llm = LLM(
@@ -243,8 +246,7 @@ class Job:
         """Collects what the plugin says."""
         handler = logging.Handler()
         handler.emit = lambda record: self.log.append((record.levelno, record.getMessage()))
-        for name in ("vllm.plugins.sigmascale", "sigmascale"):
-            logging.getLogger(name).addHandler(handler)
+        logging.getLogger("vllm.plugins.sigmascale").addHandler(handler)
 
     def said(self, level, *words):
         return any(at == level and all(word in line for word in words) for at, line in self.log)
@@ -252,6 +254,7 @@ class Job:
 
 def text(model):
     import pydoc_data.topics
+
     import transformers
 
     whole = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
@@ -453,14 +456,18 @@ def strict(job):
 
 
 def separate(job):
-    """The engine in a process of its own, under a parent that used this package and PyTorch before."""
+    """The engine in a process of its own, under a parent that used this package and PyTorch before. Only a parent whose engine is
+    spawned has run a backward pass: after one, on the CPU, CUDA could not be initialized in a forked engine.
+    """
     import torch
 
     import sigmascale
 
     sigmascale.calibrate(job.model)
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
-    model(torch.randn(64, 512)).sum().backward()
+    loss = model(torch.randn(64, 512)).sum()
+    if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn":
+        loss.backward()
     torch.save(model.state_dict(), io.BytesIO())
     engine = Engine(job, job.model)
     job.equal(f"an engine that was {os.environ['VLLM_WORKER_MULTIPROC_METHOD']}ed", engine.scales(), job.reference["scales"])
@@ -561,7 +568,6 @@ FUNCTIONS = {name: function for name, function, *_ in REAL + TWO} | {"prepare": 
 def inside(name, model, work):
     """One case, in its own process."""
     job = Job(pathlib.Path(model), pathlib.Path(work))
-    job.listen()
     try:
         FUNCTIONS[name](job)
     except BaseException as error:
@@ -581,7 +587,7 @@ def run(name, environment, model, work):
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "SIGMASCALE_PLUGIN": "1",
-        "VLLM_CACHE_ROOT": str(work / f"cache.{name}.{model.name}"),
+        "VLLM_CACHE_ROOT": str(work / "cache"),
     }
     with open(work / f"{name}.{model.name}.log", "w") as log:
         command = [sys.executable, __file__, "--inside", name, str(model), "--work", str(work)]
@@ -632,6 +638,40 @@ def across(results):
     return rows
 
 
+def write_tables(results, shared, work):
+    """checks.csv, cache.csv (what each way to cache costs) and layers.csv (magnitudes and scales)."""
+
+    def write(name, columns, rows):
+        with open(work / name, "w", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(columns)
+            table.writerows(rows)
+
+    checks = [(model, case, row) for (case, model), found in results.items() for row in found["checks"]]
+    checks += [(place.removeprefix("across "), "across", row) for place, row in shared]
+    write("checks.csv", ["model", "case", "check", "state", "seconds", "note"], [[m, c, r["check"], r["state"], r["seconds"], r["note"]] for m, c, r in checks])
+    cache, layers = [], []
+    for (case, model), found in results.items():
+        values = found["values"]
+        ways = [(case, values)] + ([("maxima", values["maxima"])] if "maxima" in values else [])
+        base = results.get(("bf16", model), {}).get("values", {})
+        for way, one in ways:
+            if "perplexity" not in one:
+                continue
+            change = spread = ""
+            if "perplexity" in base:
+                change = round(100 * (one["perplexity"] / base["perplexity"] - 1), 3)
+                spread = round(math.sqrt(sum((a - b) ** 2 for a, b in zip(one["logprobs"], base["logprobs"])) / one["tokens"]), 4)
+            cache.append([model, way, one["tokens"], round(one["perplexity"], 4), change, spread, round(one["kl"], 5) if "kl" in one else "", one.get("kl_tokens", "")])
+        if case == "bf16":
+            reference = json.loads((work / f"{model}.json").read_text())
+            biases = results["prepare", model]["values"]["key_bias"]
+            for number, (amax, scale) in enumerate(zip(values.get("amax", []), reference["scales"])):
+                layers.append([model, number, *amax, *(scale[x] for x in "qkv"), biases.get(str(number), 0.0)])
+    write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
+    write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "max_key_bias"], layers)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=pathlib.Path), parser.add_argument("--work", type=pathlib.Path, required=True)
@@ -655,33 +695,24 @@ def main():
         for shape in SHAPES:
             if not args.only or any(word in f"dummy {shape}" for word in args.only):
                 plan["dummy", pathlib.Path(shape)] = ({}, [])
-    results, futures, start = {}, {}, time.monotonic()
+    results, start = {}, time.monotonic()
     print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} engines and preparations", flush=True)
-
-    def after(case, model, environment, first):
-        for other in first:
-            futures[other, model].result()
-        with slots:
-            results[case, model.name] = found = run(case, environment, model, args.work)
-        for row in found["checks"]:
-            print(f"{row['state']:8} {case:18} {model.name:14} {row['seconds']:6.1f} s  {row['check']}: {row['note']}"[:260], flush=True)
-        print(f"         {case:18} {model.name:14} {found['seconds']:6.1f} s in all, loaded in {found['values'].get('load_s', 0):.1f} s", flush=True)
-
-    import threading
-
-    slots = threading.Semaphore(args.jobs)
-    with concurrent.futures.ThreadPoolExecutor(len(plan)) as pool:
-        for (case, model), (environment, first) in sorted(plan.items(), key=lambda item: len(item[1][1])):
-            if case == "prepare":
-                futures[case, model] = pool.submit(after, case, model, environment, first)
-        for (case, model), (environment, first) in plan.items():
-            if case == "bf16":
-                futures[case, model] = pool.submit(after, case, model, environment, first)
-        for (case, model), (environment, first) in plan.items():
-            if (case, model) not in futures:
-                futures[case, model] = pool.submit(after, case, model, environment, first)
-        for future in futures.values():
-            future.result()
+    pending, running = list(plan), {}
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        while pending or running:
+            done = set(results)
+            for case, model in list(pending):
+                environment, first = plan[case, model]
+                if len(running) < args.jobs and all((other, model.name) in done for other in first):
+                    pending.remove((case, model))
+                    running[pool.submit(run, case, environment, model, args.work)] = case, model
+            ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in ended:
+                case, model = running.pop(future)
+                results[case, model.name] = found = future.result()
+                for row in found["checks"]:
+                    print(f"{row['state']:8} {case:18} {model.name:14} {row['seconds']:6.1f} s  {row['check']}: {row['note']}"[:260], flush=True)
+                print(f"         {case:18} {model.name:14} {found['seconds']:6.1f} s in all, loaded in {found['values'].get('load_s', 0):.1f} s", flush=True)
     shared = across(results)
     for place, row in shared:
         print(f"{row['state']:8} {place:33}           {row['check']}: {row['note']}", flush=True)
@@ -694,6 +725,7 @@ def main():
     about = {"python": sys.version.split()[0], "tokens": TOKENS, "chunk": CHUNK, "models": {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in models}}
     table = {"about": about, "cases": [{"case": case, "model": model} | found for (case, model), found in results.items()], "across": shared}
     (args.work / "table.json").write_text(json.dumps(table))
+    write_tables(results, shared, args.work)
     print(f"{dict(states)} in {time.monotonic() - start:.0f} s")
     sys.exit(states["failed"] > 0)
 
