@@ -48,7 +48,7 @@ SHAPES = {
 def held(model):
     """The scales of each attention layer: device tensors, which must agree with the host's floats."""
     rows = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if hasattr(module, "_k_scale") and hasattr(module, "impl"):
             number = next(int(part) for part in module.layer_name.split(".") if part.isdigit())
             rows[number] = {x: getattr(module, f"_{x}_scale").float().max().item() for x in "qkv"}
@@ -457,7 +457,7 @@ def strict(job):
 
 def separate(job):
     """The engine in a process of its own, under a parent that used this package and PyTorch before. Only a parent whose engine is
-    spawned has run a backward pass: after one, on the CPU, CUDA could not be initialized in a forked engine.
+    spawned has run a backward pass: that opens CUDA's driver, even on the CPU, and a forked engine cannot open it again.
     """
     import torch
 
