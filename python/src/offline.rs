@@ -128,10 +128,12 @@ pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> P
     detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
-/// The command, with the arguments that follow its name; returns its exit code.
+/// The command, with the arguments that follow its name; returns its exit code. `plugins`: name, whether it would load, and what
+/// there is to say, for `doctor`.
 #[pyfunction]
-pub fn command(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
-    py.detach(|| cli::run(iter::once("sigmascale".into()).chain(arguments)))
+pub fn command(py: Python<'_>, arguments: Vec<OsString>, plugins: Vec<(String, bool, String)>) -> u8 {
+    let plugins = plugins.into_iter().map(|(name, found, value)| cli::Fact { name, found, value }).collect();
+    py.detach(|| cli::run_with(iter::once("sigmascale".into()).chain(arguments), plugins))
 }
 
 /// JSON, and the page of the command line.
