@@ -46,7 +46,7 @@ def receive(worker, handles, folder, how):
         model.load_weights(weights)
         finalize_layerwise_reload(model, worker.model_runner.model_config)
         if how == "rl":
-            rl.fill_vllm(model, stream.finish())
+            rl.fill_vllm(model, stream.layers)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
