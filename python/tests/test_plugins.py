@@ -212,6 +212,58 @@ def test_a_model_that_cannot_be_bounded_is_left_alone(change, why):
     assert level == logging.ERROR and why in line and "Engine" in line and not filled
 
 
+def test_the_error_says_what_is_served():
+    engine = Engine()
+    followed, _, log = follow(engine)
+    engine.load_weights(weights())
+    followed.refresh()
+    followed.leave("a reason")
+    *_, (level, line) = log.lines
+    assert level == logging.ERROR and "served with those of its weights before: a reason" in line
+    _, _, log = follow(Engine(), config=engine.config | {"model_type": "bloom"})
+    assert "served with 1.0, unless its checkpoint has others: " in log.lines[0][1]
+
+
+def test_a_strict_plugin_stops_the_engine(monkeypatch):
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "strict")
+    with pytest.raises(sigmascale.SigmascaleError, match="ALiBi.*SIGMASCALE_PLUGIN=strict stops the engine"):
+        follow(Engine(), config=Engine().config | {"model_type": "bloom"})
+    # New weights whose scales cannot be computed, and those that captured graphs do not follow.
+    for kept, planted, why in [(False, torch.nan, "has a NaN"), (True, 2.0, "captured graphs")]:
+        engine = Engine()
+        followed, filled, _ = follow(engine, kept=kept)
+        engine.load_weights(weights())
+        followed.refresh()
+        assert list(filled.values()) == expected()
+        engine.load_weights(weights(planted))
+        with pytest.raises(sigmascale.SigmascaleError, match=why):
+            followed.refresh()
+
+
+@pytest.mark.parametrize("module", ["vllm", "sglang"])
+def test_an_engine_without_a_place_for_the_plugin_goes_on(module, monkeypatch, caplog):
+    import importlib
+
+    plugin = importlib.import_module(f"sigmascale.{module}")
+
+    def missing():
+        raise ImportError("cannot import name 'Attention'")
+
+    monkeypatch.setattr(plugin, "_hook", missing)
+    plugin.register()
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and record.name == f"{module}.plugins.sigmascale"
+    assert "served with scales of 1.0" in record.message and "cannot import name 'Attention'" in record.message
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "strict")
+    with pytest.raises(sigmascale.SigmascaleError, match="cannot import name"):
+        plugin.register()
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "0")
+    plugin.register()
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "stric")
+    with pytest.raises(sigmascale.ArgumentError, match="expected 0, 1 or strict"):
+        plugin.register()
+
+
 @pytest.mark.parametrize("named", ["deepseek_yarn", "deepseek_llama_scaling"])
 def test_a_rotation_that_vllm_renamed_is_yarn(named):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
