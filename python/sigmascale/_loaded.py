@@ -474,7 +474,8 @@ class Followed:
         else:
             what = f"of {len(changed)} layers changed with the weights"
         self.values.update(changed)
-        self.restore(*changed)
+        # Those that did not change, too: others may have set them since.
+        self.restore(*scales)
         if changed and self._loaded is not None:
             ranges = describe(list(self.values.values()))
             self._log.info("Sigmascale: FP8 attention scales of %s, %s: %s", self.name, what, ranges)
