@@ -59,7 +59,7 @@ pub struct Rope {
 
 /// Keys and values of a call.
 #[derive(Clone, Copy, Debug)]
-#[expect(clippy::large_enum_variant, reason = "one stands in a call, which is copied once a launch and so holds no boxes")]
+#[expect(clippy::large_enum_variant, reason = "calls are Copy, which a box is not")]
 pub enum Keys {
     /// Rows of a tensor.
     Rows {
