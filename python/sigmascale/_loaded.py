@@ -367,16 +367,6 @@ def _of(error):
     return str(error) if isinstance(error, SigmascaleError) else f"{type(error).__name__}: {error}"
 
 
-def write(tensor, value):
-    """Sets a tensor in place, to a number or to numbers for its elements. One that was made in inference mode can be written there
-    alone."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if isinstance(value, list):
-            tensor.copy_(tensor.new_tensor(value, dtype=tensor.dtype).reshape(tensor.shape))
-        else:
-            tensor.fill_(value)
-
-
 class Followed:
     """A model of an engine whose scales follow its weights. ``fill`` sets those of one attention module; ``log`` has ``info`` and
     ``error``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
@@ -484,7 +474,8 @@ class Followed:
         else:
             what = f"of {len(changed)} layers changed with the weights"
         self.values.update(changed)
-        self.restore(*changed)
+        # Those that did not change, too: others may have set them since.
+        self.restore(*scales)
         if changed and self._loaded is not None:
             ranges = describe(list(self.values.values()))
             self._log.info("Sigmascale: FP8 attention scales of %s, %s: %s", self.name, what, ranges)

@@ -15,6 +15,7 @@ is one a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -170,14 +171,26 @@ def _modules(model, layers, attribute):
     return found
 
 
+def write(tensor: Any, value: Any) -> None:
+    """Sets a tensor in place, to a number or to numbers for its elements. One that was made in inference mode can be written there
+    alone."""
+    with contextlib.ExitStack() as mode:
+        if hasattr(tensor, "is_inference") and tensor.is_inference():
+            import torch
+
+            mode.enter_context(torch.inference_mode())
+        if isinstance(value, list):
+            tensor.copy_(tensor.new_tensor(value, dtype=tensor.dtype).reshape(tensor.shape))
+        else:
+            tensor.fill_(value)
+
+
 def fill_vllm(model: Any, layers: Layers) -> None:
     """Sets the scales of a loaded vLLM model in place, the host's copies too: after ``process_weights_after_loading``.
 
     ``layers`` is what :meth:`ScaleStream.finish` gives. Addresses stay, so that captured graphs read the new values.
     Where graphs hold the host's floats (FlashInfer), capture them again.
     """
-    from ._loaded import write
-
     for module, scale in _modules(model, layers, "_k_scale"):
         for operand, value in scale.items():
             write(getattr(module, f"_{operand}_scale"), value)
@@ -191,8 +204,6 @@ def fill_sglang(model: Any, layers: Layers) -> None:
     """Sets the scales of k and v of a loaded SGLang model in place, and the float copies that it keeps: an update of
     the weights does not change those. q is cast at 1.0 there.
     """
-    from ._loaded import write
-
     for module, scale in _modules(model, layers, "k_scale_float"):
         for operand in ("k", "v"):
             write(getattr(module, f"{operand}_scale").data, scale[operand])

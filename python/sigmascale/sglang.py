@@ -11,7 +11,8 @@ import logging
 import weakref
 
 from . import _loaded
-from ._loaded import Followed, up_to_bf16, write
+from ._loaded import Followed, up_to_bf16
+from .rl import write
 
 _MODELS = weakref.WeakKeyDictionary()
 _LOG = logging.getLogger("sglang.plugins.sigmascale")

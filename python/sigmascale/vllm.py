@@ -11,7 +11,8 @@ import sys
 import weakref
 
 from . import _loaded
-from ._loaded import Followed, up_to_bf16, write
+from ._loaded import Followed, up_to_bf16
+from .rl import write
 
 _FP8 = ("fp8", "fp8_e4m3")
 _MODELS = weakref.WeakSet()

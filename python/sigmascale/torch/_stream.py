@@ -71,6 +71,8 @@ class DeviceStream:
             raise ArgumentError(
                 f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read on a device; pass host=True for others"
             )
+        if tensor.is_meta:
+            raise ArgumentError(f"{name} is on the meta device and has no values: load it first")
         due = self._native.note(name, kind, list(tensor.shape))
         if name not in self._readers:
             prefix = next((x for x in self._prefixes if name.startswith(x) and name[len(x) :] in self._readers), "")

@@ -59,6 +59,7 @@ pub struct Rope {
 
 /// Keys and values of a call.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "calls are Copy, which a box is not")]
 pub enum Keys {
     /// Rows of a tensor.
     Rows {
