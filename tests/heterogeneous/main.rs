@@ -286,7 +286,7 @@ fn specs_survive_json_and_plain_ones_look_as_before() {
         assert!(error.contains(part), "{error}");
     };
     refused("n_kv_heads", json!([4, 4]), "`n_kv_heads`: a list of 2 counts for 36 layers");
-    refused("numbers", json!([0, 1]), "`numbers`: a list of 2 counts");
+    refused("numbers", json!([0, 1]), "`numbers` has 2 entries for 36 layers");
     refused("layers", json!(u64::MAX), "`rope` has 36 entries");
     refused("softmax_scale", json!([1.0]), "`softmax_scale` has 1 entries for 36 layers");
     assert_eq!(PerLayer::new([]), PerLayer::Each(vec![]));
