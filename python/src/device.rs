@@ -7,7 +7,6 @@ use sigmascale::bound::HeadBound;
 use sigmascale::cuda::{self, Buffer, Device, DevicePtr, Stream};
 use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::model::{Forward, GainForm, NormKind, norm_roundings};
-use sigmascale::tensor;
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
 

@@ -7,7 +7,7 @@ use super::sizes::outer_strides;
 use super::terms::DeviceCall;
 use super::tile::Split;
 use crate::attention::AttentionShape;
-use crate::cuda::{DevicePtr, Element, View};
+use crate::cuda::{DevicePtr, Element};
 use bytemuck::{Pod, Zeroable};
 
 /// The C++ name of a field, where it has another.
