@@ -11,7 +11,7 @@ use sigmascale::attention::{AttentionCall, AttentionShape, Mask, reference};
 use sigmascale::model::Checkpoint;
 use sigmascale::policy::PolicyKind;
 use sigmascale_lab::forward::{Projected, Stream, project};
-use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, run};
+use sigmascale_lab::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, run};
 use std::ops::Range;
 
 const TOKENS: usize = 11;
@@ -308,6 +308,8 @@ fn text_goes_through_the_models_window() {
         config["sliding_window"] = json!(window);
         write_checkpoint(folder.path(), &config, &tensors, Dtype::BF16, 1);
         let options = StressOptions {
+            // The other mode's logits are those of operands in E4M3.
+            mode: Mode::Logit,
             policies: vec![PolicyKind::Current.into()],
             seq_len: TOKENS,
             tokens: Some(TokenFile::read(&tokens).unwrap()),
