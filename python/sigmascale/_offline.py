@@ -164,7 +164,7 @@ def stress(
     scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay"],
     model: Path | None = None,
     *,
-    mode: Literal["logit", "operands"] = "logit",
+    mode: Literal["logit", "operands"] = "operands",
     policies: str | AutoC | DelayedPaper | DelayedTe | Iterable[str | AutoC | DelayedPaper | DelayedTe] | None = None,
     layers: int | None = None,
     seq_len: int | None = None,

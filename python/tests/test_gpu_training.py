@@ -2,9 +2,10 @@
 
 import functools
 
-import plain
 import pytest
-from gpu import libraries, relative, tensors, torch
+from gpu import libraries, relative, tensors, torch  # skips this file where PyTorch is missing
+
+import plain  # isort: skip
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import sigmascale

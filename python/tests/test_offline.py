@@ -226,7 +226,7 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
     [
         (FileNotFoundError, "the presets are", lambda: sigmascale.calibrate("no-such-model")),
         (sigmascale.ArgumentError, "eta 2", lambda: sigmascale.calibrate("gpt2-xl", eta=2.0)),
-        (ValueError, "not one of worst-case", lambda: sigmascale.calibrate("gpt2-xl", bound="safe")),
+        (ValueError, "expected one of worst-case", lambda: sigmascale.calibrate("gpt2-xl", bound="safe")),
         (TypeError, "unknown option 'etta'", lambda: sigmascale.calibrate("gpt2-xl", etta=0.5)),
         (sigmascale.UnsupportedError, "bloom", lambda: sigmascale.calibrate({"model_type": "bloom"})),
         (sigmascale.FormatError, "num_hidden_layers", lambda: sigmascale.calibrate({"model_type": "llama"})),

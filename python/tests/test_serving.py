@@ -47,7 +47,7 @@ def test_an_export_is_safe_by_its_audit(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "message", "work"),
     [
-        (sigmascale.ArgumentError, "not one of vllm", lambda to: sigmascale.export(MODEL, to, "llama.cpp")),
+        (sigmascale.ArgumentError, "expected one of vllm", lambda to: sigmascale.export(MODEL, to, "llama.cpp")),
         (sigmascale.ArgumentError, "only vLLM reads", lambda to: sigmascale.export(MODEL, to, "sglang", per_head=True)),
         (sigmascale.ArgumentError, "has none", lambda to: sigmascale.export("mistral-7b", to, "vllm")),
         (sigmascale.ArgumentError, "already exists", lambda to: sigmascale.export(MODEL, ROOT / "docs", "vllm")),

@@ -93,6 +93,7 @@ impl<Sequences, Sinks> Call<Sequences, Sinks> {
     }
 
     /// The same call with other lists.
+    #[cfg(feature = "cuda")]
     pub(crate) fn with_lists<A, B>(&self, sequences: Option<A>, sinks: Option<B>) -> Call<A, B> {
         let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
         Call { shape, mask, softmax_scale, soft_cap, sequences, sinks }
