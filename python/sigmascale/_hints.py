@@ -34,7 +34,7 @@ class Calibration(TypedDict, total=False):
     batch: int
     steps: int
     eta: float
-    bound: Literal["worst-case", "rank-aware", "spectrum", "certain"]
+    bound: Literal["worst-case", "rank-aware", "spectrum"]
     granularity: Literal["head", "layer"]
     estimator: Literal["gram", "power"]
     as_paper: bool

@@ -104,7 +104,7 @@ class ChosenC(TypedDict):
 class Method(TypedDict):
     """How the layers were computed."""
 
-    bound: Literal["certain", "rank-aware", "spectrum"] | None
+    bound: Literal["worst-case", "rank-aware", "spectrum"] | None
     estimator: Literal["gram", "power"]
     rotation: bool
     granularity: Literal["head", "layer"]

@@ -104,7 +104,7 @@ def main():
         model.set_attn_implementation("sdpa")
         forward = median_ms(lambda: model.model(tokens, use_cache=False), 5, 2)
         print(f"{name},forward bf16,{forward:.3f},1")
-        for bound in (None, "certain"):
+        for bound in (None, "worst-case"):
             runtime = fp8.attach(model, bound=bound)
             addresses = runtime.descales.data_ptr()
             eager = median_ms(runtime.refresh)

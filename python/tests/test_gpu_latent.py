@@ -70,7 +70,7 @@ def test_latent_attention_is_planned_on_the_device(name, dtype):
     # Bounds of logits are the host's.
     with torch.no_grad():
         model.model.layers[0].self_attn.kv_b_proj.weight[0, 0] = 0.0
-    assert isinstance(fp8.attach(model, bound="certain")._engine._engine, _host.LatentEngine)
+    assert isinstance(fp8.attach(model, bound="worst-case")._engine._engine, _host.LatentEngine)
 
 
 @pytest.mark.usefixtures("alone")

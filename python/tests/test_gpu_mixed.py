@@ -51,11 +51,11 @@ def attach(layers, **options):
 
 def test_every_layer_has_the_plan_of_a_runtime_of_its_own():
     layers = unlike()
-    whole = attach(layers, bound="certain")
+    whole = attach(layers, bound="worst-case")
     whole.check()
     assert whole.descales.shape == (6, 4, 3) and whole.logits.shape == (6, 6, 4)
     for index, (layer, plan) in enumerate(zip(layers, whole.layers)):
-        alone = attach([layer], bound="certain")
+        alone = attach([layer], bound="worst-case")
         n_q, n_kv = layer.n_q_heads, layer.n_kv_heads
         # Sums of layers that share a launch are cut elsewhere.
         same = torch.equal if index in range(1, 5) else lambda a, b: torch.allclose(a, b, rtol=1e-5)
@@ -114,7 +114,7 @@ def test_policies_observe_and_plan_as_runtimes_of_one_layer_do(policy):
 
 def test_a_graph_of_the_refresh_sees_new_weights():
     layers = unlike()
-    runtime = attach(layers, policy="auto-c", bound="certain")
+    runtime = attach(layers, policy="auto-c", bound="worst-case")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         runtime.refresh()

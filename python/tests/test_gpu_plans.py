@@ -23,7 +23,7 @@ def test_plans_are_those_of_the_cpu(kind, dtype, tmp_path):
 
 
 def test_logit_bounds_are_certified_and_close(tmp_path, llama):
-    runtime = fp8.attach(llama, bound="certain")
+    runtime = fp8.attach(llama, bound="worst-case")
     for _ in range(8):
         runtime.refresh()
     llama.save_pretrained(tmp_path)
@@ -37,7 +37,7 @@ def test_logit_bounds_are_certified_and_close(tmp_path, llama):
 def test_logit_bounds_of_every_layout_are_those_of_the_cpu(kind, tmp_path):
     """Interleaved fused weights, normalized q and k, layers with and without rotation."""
     model = random_model(kind)
-    runtime = fp8.attach(model, bound="certain")
+    runtime = fp8.attach(model, bound="worst-case")
     for _ in range(4):
         runtime.refresh()
     model.save_pretrained(tmp_path)
@@ -61,7 +61,7 @@ def test_policies_that_plan_from_bounds_take_every_layout(kind, policy):
         with pytest.raises(sigmascale.UnsupportedError, match="take policy='geometry'"):
             fp8.attach(model, policy=policy)
         return
-    runtime, geometry = fp8.attach(model, policy=policy), fp8.attach(model, bound="certain")
+    runtime, geometry = fp8.attach(model, policy=policy), fp8.attach(model, bound="worst-case")
     # In its burn-in auto-c plans as geometry does; operands of c-star are those of geometry.
     assert torch.allclose(runtime.descales, geometry.descales, rtol=1e-6)
     close = torch.allclose(runtime.logit_descales, geometry.logit_descales, rtol=0.02)
@@ -85,7 +85,7 @@ def test_c_star_counts_what_its_tail_says(llama):
 @pytest.mark.parametrize("policy", ["geometry", "geometry-c-star", "auto-c"])
 def test_logit_descales_map_onto_etas_share_of_the_range(policy, llama):
     rows = [
-        fp8.attach(llama, policy=policy, bound="certain", tail=sigmascale.Tail(eta=eta)).logit_descales
+        fp8.attach(llama, policy=policy, bound="worst-case", tail=sigmascale.Tail(eta=eta)).logit_descales
         for eta in (0.8, 0.4)
     ]
     assert torch.allclose(rows[1], 2 * rows[0], rtol=1e-6)

@@ -28,7 +28,7 @@ def test_refresh_follows_the_weights_at_the_same_addresses(llama):
 
 @pytest.mark.parametrize("policy", fp8.POLICIES)
 def test_refresh_is_captured_and_replayed_without_the_host(policy, llama):
-    bound = "certain" if policy == "geometry" else None
+    bound = "worst-case" if policy == "geometry" else None
     runtime = fp8.attach(llama, policy=policy, bound=bound)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -54,7 +54,7 @@ def test_refresh_is_captured_and_replayed_without_the_host(policy, llama):
 def test_a_captured_refresh_outlives_weights_that_move(policy, llama):
     """It goes on with the weights that it was captured with, whose memory stays, and policies with their one memory."""
     q, k, v = tensors(heads=(4, 2), d=64, length=64)
-    runtime = fp8.attach(llama, policy=policy, bound="certain")
+    runtime = fp8.attach(llama, policy=policy, bound="worst-case")
     with torch.cuda.stream(torch.cuda.Stream()):
         runtime.refresh()
     torch.cuda.synchronize()
@@ -215,13 +215,13 @@ def test_other_heads_or_types_than_at_attach(llama):
 
 def test_the_default_dtype_and_inference_mode_change_nothing(llama):
     q, k, v = tensors(heads=(4, 2), d=64, length=128)
-    runtime = fp8.attach(llama, bound="certain")
+    runtime = fp8.attach(llama, bound="worst-case")
     expected = runtime.descales.clone(), fp8.attention(q, k, v, runtime.layers[0], return_lse=True)
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
         try:
             for policy in fp8.POLICIES:
-                again = fp8.attach(llama, policy=policy, bound="certain")
+                again = fp8.attach(llama, policy=policy, bound="worst-case")
                 again.refresh()
                 assert again.descales.dtype == again.logits.dtype == again.logit_descales.dtype == torch.float32
                 for name in ("native", "emulated", "fa3", "cudnn"):
@@ -230,7 +230,7 @@ def test_the_default_dtype_and_inference_mode_change_nothing(llama):
                     except sigmascale.UnsupportedError:
                         continue
                     assert lse.dtype == torch.float32 and torch.isfinite(lse).all() and torch.isfinite(out).all()
-            again = fp8.attach(llama, bound="certain")
+            again = fp8.attach(llama, bound="worst-case")
             out, lse = fp8.attention(q, k, v, again.layers[0], return_lse=True)
         finally:
             torch.set_default_dtype(torch.float32)

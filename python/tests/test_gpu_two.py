@@ -21,7 +21,7 @@ def twins(kind="llama"):
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("policy", ["geometry", "auto-c", "delayed-te", "current"])
 def test_either_device_gives_the_same_bits_and_the_current_one_stays(policy, current):
-    bound = "certain" if policy == "geometry" else None
+    bound = "worst-case" if policy == "geometry" else None
     with torch.cuda.device(current):
         kept = []
         for model in twins():
@@ -80,7 +80,7 @@ def test_a_model_over_two_devices_has_a_runtime_on_each():
 
 def test_two_threads_refresh_and_capture_on_their_devices():
     models = twins()
-    runtimes = [fp8.attach(model, bound="certain") for model in models]
+    runtimes = [fp8.attach(model, bound="worst-case") for model in models]
     expected, failures = runtimes[0].descales.cpu(), []
 
     def work(runtime):
@@ -112,7 +112,7 @@ def test_two_threads_refresh_and_capture_on_their_devices():
 def test_setting_up_on_one_device_leaves_a_capture_on_the_other_whole():
     """Captured in PyTorch's default mode, which a plain allocation, copy or module load of any thread would break."""
     model, other = twins()
-    runtime = fp8.attach(model, bound="certain")
+    runtime = fp8.attach(model, bound="worst-case")
     expected, made = runtime.descales.cpu(), []
 
     def work():

@@ -73,7 +73,7 @@ from typing import Any
 import sigmascale
 from sigmascale.torch import Guard, Layer, Monitor, Rope, TrainerMonitor, megatron, te
 c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
-rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
+rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="worst-case"))
 run = sigmascale.stress("refit", "x", policies=["geometry", sigmascale.AutoC(burn_in=3), sigmascale.DelayedTe(margin=1)])
 made = sigmascale.export("x", "y", "vllm", per_head=True)["safe"], sigmascale.verify("y", "sglang")
 for name, tensor in sigmascale.ScaleStream({"model_type": "llama"}).through([("x", 1)]):

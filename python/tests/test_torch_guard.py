@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, policy="geometry", kind="adamw", **options):
         self.model = model()
-        self.runtime = fp8.attach(self.model, policy=policy, bound="certain", backend="emulated")
+        self.runtime = fp8.attach(self.model, policy=policy, bound="worst-case", backend="emulated")
         self.optimizer = KINDS[kind](self.model.parameters())
         self.events = []
         options = {"every": 4, "patience": 2, "points": 1} | options

@@ -27,7 +27,7 @@ def lines(path, kind=None):
 @pytest.fixture
 def run(tmp_path):
     made = model()
-    runtime = fp8.attach(made, bound="certain")
+    runtime = fp8.attach(made, bound="worst-case")
     return made, runtime, tmp_path / "run.jsonl"
 
 
@@ -299,7 +299,7 @@ def test_a_file_is_never_overwritten_and_goes_on_where_it_ended(run):
         fp8.Monitor(runtime, path, resume=True)
     path.write_text("nonsense\n")
     with pytest.raises(sigmascale.ArgumentError, match="does not begin"):
-        fp8.Monitor(fp8.attach(other, bound="certain"), path, resume=True)
+        fp8.Monitor(fp8.attach(other, bound="worst-case"), path, resume=True)
     assert path.read_text() == "nonsense\n"
 
 
@@ -454,7 +454,7 @@ def test_scales_are_those_of_weights_that_the_trainer_loads(run, tmp_path):
             seen.append(again.descales.clone())
 
     seen, other = [], model()
-    again = fp8.attach(other, bound="certain")
+    again = fp8.attach(other, bound="worst-case")
     assert not torch.equal(again.descales, trained_to)
     callback = fp8.TrainerMonitor(again, path, every=1, resume=True)
     trainer = trained_by(other, callback, data, max_steps=4, load_best_model_at_end=True)

@@ -236,7 +236,7 @@ fn foreign_states_are_refused_by_name() {
         Runtime::resume(spec, config, state.clone()).unwrap_err().to_string()
     };
     let right = config(PolicyKind::DelayedPaper);
-    // No plan depends on windows or sinks, and states of 0.1.0 have neither.
+    // No plan depends on windows or sinks.
     let mut windowed = spec.clone();
     (windowed.layers[1].window, windowed.layers[1].sinks) = (Some(8), true);
     assert!(Runtime::resume(&windowed, right, state.clone()).is_ok());

@@ -14,7 +14,7 @@ from ._rope import Rope
 PolicyName = _types.Policy
 # A policy by its name, or with parameters.
 Policy = PolicyName | AutoC | DelayedPaper | DelayedTe
-Bound = Literal["worst-case", "certain"]
+Bound = Literal["worst-case"]
 Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 Fallback = Literal["bf16"] | None
 Telemetry = Literal["full", "off"] | int

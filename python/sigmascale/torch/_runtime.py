@@ -87,8 +87,6 @@ class Runtime:
             raise TypeError(f"tail must be a sigmascale.Tail, not {tail!r}")
         counted = dataclasses.asdict(tail)
         config = _native.policy(policy, parameters, counted)
-        if bound == "certain":  # the name in 0.1.0
-            bound = "worst-case"
         if bound not in (None, "worst-case"):
             raise ArgumentError(f"bound {bound!r}: expected 'worst-case' or None")
         if backend != "auto":

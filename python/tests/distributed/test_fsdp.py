@@ -348,7 +348,7 @@ def test_flattened_parameters(original):
 def test_every_policy(policy):
     mesh = mesh_of(2)
     model, whole = shard(llama(), mesh), llama().bfloat16()
-    runtime, alone = (attach(one, policy=policy, bound="certain") for one in (model, whole))
+    runtime, alone = (attach(one, policy=policy, bound="worst-case") for one in (model, whole))
     for _ in range(3):
         run(model, inputs(None)).backward()
         # The same statistics: those of the other's own forward differ by the type of its rotation.
@@ -365,9 +365,9 @@ def test_every_policy(policy):
 def test_weights_made_whole_for_an_export():
     mesh = mesh_of(2)
     model = shard(llama(), mesh)
-    runtime = attach(model, bound="certain")
+    runtime = attach(model, bound="worst-case")
     runtime.refresh(now=True)
-    reference = expected(llama(), bound="certain")
+    reference = expected(llama(), bound="worst-case")
     assert torch.equal(runtime.descales, reference.descales) and torch.equal(runtime.logits, reference.logits)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
