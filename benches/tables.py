@@ -443,7 +443,7 @@ def low_precision_settings():
         "tile16": ("tiles of 16 keys", "`--tile 16`"),
         "copies2": ("two copies, whose sums have no tie", "`--copies 2`"),
         "none": ("V of both signs, no shared part of K", "`--head none`"),
-        "beta8": ("stabilized, beta 8 instead of 2", "`--remedies stabilised --beta 8`"),
+        "beta8": ("shifted softmax, beta 8 instead of 2", "`--remedies shifted-softmax --beta 8`"),
     }
     table = []
     for key, name in names.items():

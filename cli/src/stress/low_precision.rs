@@ -34,7 +34,7 @@ pub struct Args {
     /// Remedies to run, comma-separated [default: all that change something]
     #[arg(long, value_name = "LIST", value_parser = named::<Remedy>(), value_delimiter = ',')]
     remedies: Vec<Remedy>,
-    /// Shift of the stabilized softmax on rows whose maximum repeats: m = beta max
+    /// Shift of the shifted softmax on rows whose maximum repeats: m = beta max
     #[arg(long, default_value_t = 2.0, value_parser = real)]
     beta: f64,
     /// Logits within this distance of the maximum count as repeating it, in nats
