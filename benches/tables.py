@@ -659,8 +659,8 @@ def moving_weights():
     rows, table = record("2026-11-24-scale-moving-h200.csv"), []
     us = lambda form: f"{float(find(rows, form=form)['us']):.1f}"
     for form, name in (
-        ("one launch a model", "one for the model: `ScaleEngine`"),
-        ("an engine a layer", "one per layer: `ScaleEngine`"),
+        ("one launch per model", "one for the model: `ScaleEngine`"),
+        ("one engine per layer", "one per layer: `ScaleEngine`"),
         ("addresses by value", "one for the shape, addresses with each launch: `ShapeEngine`"),
     ):
         table.append([name, us("descales: " + form), us("plan: " + form)])

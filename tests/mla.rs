@@ -874,7 +874,7 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     assert!(error.is_unsupported() && error.to_string().contains("latent attention"), "{error}");
 }
 
-/// Projections stored in E4M3 with a scale a tile, as DeepSeek V3's are: the bounds are those of what they stand for, also where a
+/// Projections stored in E4M3 with a scale per tile, as DeepSeek V3's are: the bounds are those of what they stand for, also where a
 /// head's rows begin within a tile.
 #[test]
 fn fp8_blocks_are_read_as_what_they_stand_for() {

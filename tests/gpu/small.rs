@@ -1,4 +1,4 @@
-//! One case a kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
+//! One case per kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
 //! compute-sanitizer is run on, which is too slow for the rest. Racecheck follows an arrival at a barrier by the accesses of the
 //! arriving thread alone, so for it every lane arrives: `SIGMASCALE_EVERY_LANE=1 compute-sanitizer --tool racecheck gpu small`.
 
