@@ -123,7 +123,8 @@ impl Svg {
             Anchor::Middle => "middle",
             Anchor::End => "end",
         };
-        let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\" pointer-events=\"none\"") };
+        let class =
+            if class.is_empty() { String::new() } else { format!(" class=\"{class}\" pointer-events=\"none\"") };
         let text = escape(text);
         self.add(format_args!("<text{class} x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{text}</text>"));
     }

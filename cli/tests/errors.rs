@@ -126,10 +126,7 @@ fn other_content_under_the_name_of_weights() {
 
 #[test]
 fn numbers_past_a_range_name_the_argument_or_the_operand() {
-    for (options, part) in [
-        (&["--as-paper", "--c", "1e308"][..], "c 1e308"),
-        (&["--eta", "1e-320"], "eta 1e-320"),
-    ] {
+    for (options, part) in [(&["--as-paper", "--c", "1e308"][..], "c 1e308"), (&["--eta", "1e-320"], "eta 1e-320")] {
         let (code, log) = failure(&[&["calibrate", TINY_LLAMA][..], options].concat());
         assert!(code == 2 && log.contains(part), "{options:?}: {code} {log}");
     }

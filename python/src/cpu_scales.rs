@@ -13,7 +13,7 @@ use sigmascale::model::{
     Rope, RopeLayout, Temperature,
 };
 use sigmascale::plan::{Granularity, ScalePlan};
-use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, Slack, ScaledTensor};
+use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, ScaledTensor, Slack};
 use sigmascale::spectral::{GramEngine, SpectralEngine};
 use sigmascale::stats::{StepStats, StepWords, stats_words};
 use sigmascale::tensor::{Dtype, MatrixView};
@@ -97,11 +97,7 @@ fn spec(layers: &[Layer]) -> AttentionSpec {
             gain: if first.gain == 0 { GainForm::Unit } else { GainForm::Plain },
             shift: first.shift != 0,
         },
-        bias: QkvBias {
-            q: first.q.bias != 0,
-            k: first.k.bias != 0,
-            v: first.v.as_ref().is_some_and(|v| v.bias != 0),
-        },
+        bias: QkvBias { q: first.q.bias != 0, k: first.k.bias != 0, v: first.v.as_ref().is_some_and(|v| v.bias != 0) },
         qk_norm: first.qk_norm.as_ref().map(|_| model::QkNorm {
             scope: QkNormScope::PerHead,
             kind: NormKind::RmsNorm,

@@ -3,9 +3,9 @@
 //!
 //! Attention runs on the expanded form: q and k of `d_nope + d_rope` and v of `d_value` channels for each head.
 
+use crate::cpu_scales::{Scales, values};
 use crate::device::{dtype, results, stream};
 use crate::errors::raise;
-use crate::cpu_scales::{Scales, values};
 use crate::work::{OnDevice, beside, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -1,7 +1,7 @@
 //! Exports, audits and streamed scales, as the crate's `serving` has them.
 
-use crate::errors::raise;
 use crate::cpu_scales::bytes_at;
+use crate::errors::raise;
 use crate::work::detached;
 use pyo3::prelude::*;
 use serde::Serialize;

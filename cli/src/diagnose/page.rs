@@ -88,7 +88,12 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
         ("Largest logit", &limit_caption, |layer| &layer.logit_max, limit),
         ("Certified logit bound", "Worst case, including rounding.", |layer| &layer.bound, None),
         ("Repeated maxima", "Share of rows whose maximum occurs more than once.", |layer| &layer.repeated, None),
-        ("Sum of delta's bias", "Since the first record. An error without a sign stays near 0.", |layer| &layer.delta_bias, Some(0.0)),
+        (
+            "Sum of delta's bias",
+            "Since the first record. An error without a sign stays near 0.",
+            |layer| &layer.delta_bias,
+            Some(0.0),
+        ),
         ("Entropy", "Mean of the attention weights, in nats.", |layer| &layer.entropy, None),
         ("Use of the FP8 range", "Largest part; above 1, values saturate.", |layer| &layer.utilization, Some(1.0)),
     ];

@@ -75,10 +75,9 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
             "lower the learning rate, or train in BF16, which has the exponents of f32 and needs no loss scale",
             "A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322",
         )],
-        AlarmKind::SkippedSteps => &[(
-            "lower the learning rate; restore an earlier state if steps go on being skipped (Guard)",
-            LOSS_SCALING,
-        )],
+        AlarmKind::SkippedSteps => {
+            &[("lower the learning rate; restore an earlier state if steps go on being skipped (Guard)", LOSS_SCALING)]
+        }
         AlarmKind::LossSpike => &[(
             "restore a state from before the spike and leave out its batches (Guard)",
             "PaLM, arXiv:2204.02311, section 5.1",
