@@ -106,12 +106,9 @@ fn truncated_at_any_length() {
 fn header_length_is_checked_before_anything_else() {
     let folder = sound(1);
     let mut bytes = std::fs::read(weights(&folder)).unwrap();
-    for (length, other) in [
-        (1u64 << 60, 100_000_000),
-        (u64::MAX, 100_000_000),
-        (100_000_001, 100_000_000),
-        (99_000_000, bytes.len()),
-    ] {
+    for (length, other) in
+        [(1u64 << 60, 100_000_000), (u64::MAX, 100_000_000), (100_000_001, 100_000_000), (99_000_000, bytes.len())]
+    {
         bytes[..8].copy_from_slice(&length.to_le_bytes());
         std::fs::write(weights(&folder), &bytes).unwrap();
         names(&refused(folder.path()), &["model.safetensors", &length.to_string(), &other.to_string()]);
@@ -133,21 +130,12 @@ fn offsets_that_overlap_leave_gaps_run_backwards_or_lie() {
             "`a` has shape [4] of type F32, which is 16 bytes",
         ),
         (entry("a", "[4]", 0, 16), "16"),
-        (
-            entry("a", "[4294967296,4294967296,4]", 0, 32),
-            "`a` has shape [4294967296, 4294967296, 4]",
-        ),
+        (entry("a", "[4294967296,4294967296,4]", 0, 32), "`a` has shape [4294967296, 4294967296, 4]"),
         (entry("a", "[12]", 0, 48), "48"),
         (entry("a", "[-1]", 0, 16), "`a` has `shape` [-1]"),
-        (
-            r#""a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}"#.to_owned(),
-            "`a` has `data_offsets` [-4,12]",
-        ),
+        (r#""a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}"#.to_owned(), "`a` has `data_offsets` [-4,12]"),
         (r#""a":{"dtype":"F32","data_offsets":[0,16]}"#.to_owned(), "`a` has no `shape`"),
-        (
-            r#""a":{"dtype":"F31","shape":[4],"data_offsets":[0,16]}"#.to_owned(),
-            "\"F31\"",
-        ),
+        (r#""a":{"dtype":"F31","shape":[4],"data_offsets":[0,16]}"#.to_owned(), "\"F31\""),
         ("\"a\":7".to_owned(), "tensor `a`"),
     ];
     for (header, named) in cases {

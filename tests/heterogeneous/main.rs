@@ -353,10 +353,7 @@ fn what_does_not_fit_is_named() {
     says(with(decilm(), "position_embedding_type", json!("rope_llama4")), "`position_embedding_type`");
     let none = |b: &mut Value| b.as_array_mut().unwrap().iter_mut().for_each(|b| b["attention"]["no_op"] = json!(true));
     says(block(&none), "no layer has attention");
-    says(
-        with(decilm(), "block_configs", Value::Null),
-        "`num_key_value_heads_per_layer`",
-    );
+    says(with(decilm(), "block_configs", Value::Null), "`num_key_value_heads_per_layer`");
     // Known, and beyond what can be bounded here.
     let gemma = |extra: Value| {
         let mut config = json!({"model_type": "gemma3n_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -366,10 +363,7 @@ fn what_does_not_fit_is_named() {
     };
     says(gemma(json!({})), "`num_kv_shared_layers`");
     let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
-    says(
-        gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})),
-        "layer",
-    );
+    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "layer");
     says(gemma(json!({"head_dim": 512})), "head dimension 512");
     says(json!({"model_type": "mimo_v2_flash"}), "differ in width");
     // A missing tensor is named by the model's own number.

@@ -142,9 +142,7 @@ fn what_does_not_fit_is_named() {
         // The heads of the other layer.
         let other = bounds(1, (4, 2), &mut rng);
         let error = policy.plan(&other, Some(&seen)).unwrap_err();
-        assert!(
-            error.is_mismatch() && error.to_string().contains("4 logit bounds")
-        );
+        assert!(error.is_mismatch() && error.to_string().contains("4 logit bounds"));
         let short = stats(&other, &mut rng);
         let error = policy.observe(&plan, &right, &short).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("4 logit statistics"), "{error}");

@@ -429,7 +429,8 @@ fn hybrid_models_name_the_layers_that_have_attention() {
     assert!(refused("nemotron_h", r#","hybrid_override_pattern":"M?""#).contains("'?'"));
     assert!(refused("nemotron_h", "").contains("`num_hidden_layers`"));
     assert!(
-        refused("nemotron_h", r#","num_hidden_layers":3,"hybrid_override_pattern":"M*""#).contains("hybrid_override_pattern")
+        refused("nemotron_h", r#","num_hidden_layers":3,"hybrid_override_pattern":"M*""#)
+            .contains("hybrid_override_pattern")
     );
     assert!(refused("bamba", r#","num_hidden_layers":8"#).contains("no layer has attention"));
     assert!(
