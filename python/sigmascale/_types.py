@@ -144,7 +144,7 @@ class HeadProfile(TypedDict):
     power: NotRequired[PowerProfile]
     bias_constant: float | None
     bound_naive: float | None
-    bound_certain: float | None
+    bound_exact: float | None
     bound_rounded: float | None
     bound_rank_aware: float | None
     bound_spectrum: float | None
@@ -187,7 +187,7 @@ class HeadInspection(TypedDict):
     rope_ratio: float | None
     frobenius: float | None
     stable_rank: float | None
-    bound_certain: float | None
+    bound_exact: float | None
     bound_rounded: float | None
 
 
@@ -201,7 +201,7 @@ class LayerInspection(TypedDict):
     stable_rank: Statistics | None
     rope_ratio: Statistics | None
     sigma_sum: float | None
-    bound_certain: float | None
+    bound_exact: float | None
     bound_rounded: float | None
     mla: NotRequired[LatentProfile]
     heads: list[HeadInspection]

@@ -349,7 +349,7 @@ def attacked(config, folder):
             # Query heads that share a KV head share an entry; so may all heads of latent attention.
             for row, ratio in ((found[kind], ratios[name]), (again[kind], ratios["bf16"])):
                 ratio.append(row.view(len(bound), -1).amax(1) / bound)
-        ratios["logit"].append(found[3] / torch.tensor([head["bound_certain"] for head in layer["heads"]]))
+        ratios["logit"].append(found[3] / torch.tensor([head["bound_exact"] for head in layer["heads"]]))
     return ratios
 
 

@@ -42,7 +42,7 @@ def test_logit_bounds_of_every_layout_are_those_of_the_cpu(kind, tmp_path):
         runtime.refresh()
     model.save_pretrained(tmp_path)
     layers = sigmascale.calibrate(tmp_path)["layers"]
-    for name, column in [("bound_certain", 1), ("bound_rounded", 2)]:
+    for name, column in [("bound_exact", 1), ("bound_rounded", 2)]:
         exact = np.array([[head[name] for head in layer["heads"]] for layer in layers])
         ours = runtime.logits[:, :, column].cpu().numpy()
         assert (ours >= exact * (1 - 1e-6)).all() and (ours <= exact * 1.03).all(), name
