@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What the rounding of the output does to the output and to dQ where row maxima repeat: FP8 attention with and without
-`stabilise`, PyTorch's BF16 attention, and FP8 with P shifted within an octave.
+`gradients="unrounded-delta"`, PyTorch's BF16 attention, and FP8 with P shifted within an octave.
 
     python benches/delta_bias.py [--device cpu] [--keys 2048] [--heads 4] [--d 128] [--copies 3] [--seed 0]
 
@@ -20,11 +20,15 @@ of the repeated maxima from 2^8 down to 2^(8 - octaves). The output is multiplie
 
 import argparse
 import math
+import pathlib
+import sys
 
 import torch
 
 import sigmascale.torch as fp8
-from sigmascale.torch import _casts
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python" / "tests"))
+import plain  # noqa: E402
 
 
 def operands(args, sign):
@@ -45,21 +49,10 @@ def operands(args, sign):
 
 
 def exact(q, k, v, grad=None):
-    """Output, dQ and delta in f64, `(1, keys, heads, d)`."""
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    scale = q.shape[3] ** -0.5
-    p = torch.softmax(q @ k.mT * scale, 3)
-    out = p @ v
-    if grad is None:
-        return out.transpose(1, 2)
-    grad = grad.double().transpose(1, 2)
-    dp = grad @ v.mT
-    ds = p * (dp - (p * dp).sum(3, keepdim=True))
-    return (ds @ k * scale).transpose(1, 2)
-
-
-def dequantised(x, descale):
-    return _casts.cast(x, descale).double() * _casts.spread(descale, x.shape[2])
+    """Output, or dQ for the gradient of the output, in f64."""
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    out, _ = plain.attention(q.requires_grad_(True), k, v, causal=False)
+    return out.detach() if grad is None else torch.autograd.grad(out, q, grad.double())[0]
 
 
 def report(name, sign, out, want, dq=None, want_dq=None):
@@ -88,15 +81,15 @@ def contenders(args, sign):
     one = lambda x: (x.abs().amax(dim=(0, 1, 3)).float() / 448.0).contiguous()
     descales = one(q), one(k), one(v)
     rows = [d.expand(1, -1) for d in descales]
-    held = [dequantised(x, d) for x, d in zip((q, k, v), rows)]
+    held = [plain.held(x, d) for x, d in zip((q, k, v), rows)]
     want = exact(*held)
     grad = (0.1 * want).bfloat16()
     want_dq = exact(*held, grad)
     backend = "native"
-    for name, given in (("fp8", {}), ("fp8 stabilise", {"stabilise": True})):
+    for name, given in (("fp8", {}), ("fp8 unrounded-delta", {"gradients": "unrounded-delta"})):
         step = lambda q, k, v: fp8.attention(q, k, v, descales, causal=False, backend=backend, **given)
         report(name, sign, *sum(zip(gradients(step, q, k, v, grad), (want, want_dq)), ()))
-    plain, plain_dq = exact(q, k, v), exact(q, k, v, grad)
+    whole, whole_dq = exact(q, k, v), exact(q, k, v, grad)
 
     def sdpa(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -113,7 +106,7 @@ def contenders(args, sign):
         except RuntimeError as missing:
             print(f"# {name}: {str(missing).splitlines()[0]}")
             continue
-        report(name, sign, *sum(zip(found, (plain, plain_dq)), ()))
+        report(name, sign, *sum(zip(found, (whole, whole_dq)), ()))
     shifted(args, sign, q, k, v, rows)
 
 
@@ -122,7 +115,7 @@ def shifted(args, sign, q, k, v, rows):
     scale = args.d**-0.5
     q = q.clone()
     q[..., -4:] = 1.5
-    held = [dequantised(x, d) for x, d in zip((q, k, v), rows)]
+    held = [plain.held(x, d) for x, d in zip((q, k, v), rows)]
     want = exact(*held)
     logits = torch.einsum("bqhd,bkhd->bhqk", held[0], held[1]) * scale
     top, lse = logits.amax(3), torch.logsumexp(logits, 3)
@@ -133,7 +126,7 @@ def shifted(args, sign, q, k, v, rows):
         k_descale = torch.full_like(rows[1][0], 2.0 ** math.ceil(math.log2(left / 448.0))).contiguous()
         for channel in range(-4, 0):
             key[..., channel] = left
-            key[..., channel] = dequantised(key, k_descale.expand(1, -1))[..., channel].to(key.dtype)
+            key[..., channel] = plain.held(key, k_descale)[..., channel].to(key.dtype)
             left -= key[0, 0, 0, channel].item()
         # The key's own logit, as E4M3 holds it.
         kept = 1.5 * scale * key[0, 0].double().sum(1)

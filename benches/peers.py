@@ -155,7 +155,8 @@ def ours(case, sets, *, dtype, alone=False, telemetry=False, rotated=False):
     `rotated`: with RoPE in the cast."""
     from sigmascale import _native
     from sigmascale.torch import Rope
-    from sigmascale.torch._hopper import Native, _conditions
+    from sigmascale.torch._hopper import Native
+    from sigmascale.torch._terms import Call
 
     if not alone:
         native, plan = Native(), (case.ones(),) * 3
@@ -165,19 +166,9 @@ def ours(case, sets, *, dtype, alone=False, telemetry=False, rotated=False):
         return lambda i: native.forward(*inputs[i], plan, terms, words if telemetry else None, rope=rope)
     engine, calls = _native.Attention(torch.cuda.current_device()), []
     for q, k, v in case.operands(sets, dtype):
-        call = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "descales": (case.ones(),) * 3,
-            "terms": _conditions(_terms(case), q, k),
-            "out": torch.empty(*q.shape[:3], v.shape[3], device="cuda", dtype=torch.bfloat16),
-            "lse": torch.empty(case.batch, case.heads_q, case.seqlen, device="cuda"),
-            "stats": None,
-            "saved": None,
-            "accumulator": "fp8-256",
-            "rope": None,
-        }
+        out = torch.empty(*q.shape[:3], v.shape[3], device="cuda", dtype=torch.bfloat16)
+        lse = torch.empty(case.batch, case.heads_q, case.seqlen, device="cuda")
+        call = Call(q=q, k=k, v=v, descales=(case.ones(),) * 3, terms=_terms(case), out=out, lse=lse)
         space = torch.empty(engine.forward_bytes(call), device="cuda", dtype=torch.uint8)
         engine.forward(call, space, torch.cuda.current_stream().cuda_stream)
         calls.append((call, space))
@@ -199,7 +190,7 @@ def _terms(case):
     if case.lengths:
         cu_seqlens, longest = case.cu_seqlens(), max(case.lengths)
         sequences = packed(cu_seqlens, cu_seqlens, longest, longest)
-    return Terms(case.causal, case.scale, (case.sides[0], -1), sequences=sequences)
+    return Terms(case.causal, case.scale).masked(case.causal, (case.sides[0], -1), sequences)
 
 
 class CudnnGraph:
@@ -368,7 +359,7 @@ def cast_then(maker, how, rotated=False):
         if rotated:
             # As models have them: in the type of q and k.
             tables = tuple(x[None, :, None].to(torch.bfloat16) for x in angles(case))
-        compiled = _casts()
+        compiled = _e4m3()
 
         def launch(i):
             q, k, v = inputs[i]
@@ -385,7 +376,7 @@ def cast_then(maker, how, rotated=False):
 
 
 @functools.cache
-def _casts():
+def _e4m3():
     """Compiled casts by name; with cosines and sines x is turned first, in pairs (i, i + dim / 2)."""
 
     def turn(x, _=None, cosine=None, sine=None):

@@ -30,6 +30,7 @@ import gc
 import hashlib
 import json
 import os
+import pathlib
 import statistics
 import sys
 import time
@@ -43,6 +44,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sigmascale.torch as fp8
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python" / "tests"))
+import plain  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -421,18 +425,6 @@ def test_overhead():
     return {"layers": layers, "tokens": length, "sharded": sharded, "peak_gib": memory} | rows
 
 
-def reference(q, k, v, rows):
-    """The given rows of causal attention, in f64."""
-    group = q.shape[2] // k.shape[2]
-    out = []
-    for head in range(q.shape[2]):
-        one, keys, values = (x[0, :, h].double() for x, h in ((q, head), (k, head // group), (v, head // group)))
-        logits = one[rows] @ keys.T * q.shape[3] ** -0.5
-        logits.masked_fill_(torch.arange(len(keys), device=q.device) > rows[:, None], float("-inf"))
-        out.append(logits.softmax(dim=1) @ values)
-    return torch.stack(out, dim=1)
-
-
 def pytorchs_ring(parts, heads, grad, backend):
     """PyTorch's own in BF16, with its own order of the sequence: what it took and gave, or why it does not take the call."""
     from torch.distributed.tensor.experimental import context_parallel
@@ -487,7 +479,7 @@ def test_ring():
     out = run(False)
     places = part(torch.arange(length, device=device())[None])[0]
     rows = torch.linspace(0, len(places) - 1, 64 if CUDA else 16, device=device()).long()
-    exact = reference(*whole, places[rows])
+    exact = plain.attention(*whole, rows=places[rows])[0][0]
     error = lambda x: ((x[0, rows].double() - exact).norm() / exact.norm()).item()
     found["e4m3"] = ours | {"error": error(out), "bytes_sent_forward": (ranks - 1) * 2 * own[1].numel()}
     if CUDA:

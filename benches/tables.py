@@ -547,7 +547,7 @@ def low_precision_kernels():
 
 def delta_bias():
     names = {"bf16 flash": "PyTorch's flash attention, BF16", "bf16 cudnn": "cuDNN, BF16"}
-    names |= {"fp8": "FP8, P V in F16", "fp8 stabilise": "the same, `stabilise=True`"}
+    names |= {"fp8": "FP8, P V in F16", "fp8 stabilise": 'the same, `gradients="unrounded-delta"`'}
     signs = {"one": "one sign", "both": "both signs"}
     rows, table = record("2026-11-24-delta-bias-h200.csv"), []
     percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
@@ -702,6 +702,38 @@ def weight_sync():
     return markdown(["what", "time per weight sync", "relative to the copy from the host"], table)
 
 
+SERVED = {"smollm2": "SmolLM2-135M-Instruct", "qwen2.5-coder": "Qwen2.5-Coder-0.5B-Instruct", "gemma3": "Gemma 3 270M"}
+
+
+def served_magnitudes():
+    rows, table = record("2026-11-28-served-layers-h100.csv"), []
+    for model in (model for model in SERVED if any(row["model"] == model for row in rows)):
+        layers = [row for row in rows if row["model"] == model]
+        most = lambda key: max(float(row[key]) for row in layers)
+        slack = lambda x: statistics.median(448 * float(row[f"scale_{x}"]) / float(row[f"max_{x}"]) for row in layers)
+        biased = sum(float(row["max_key_bias"]) > 0.5 * float(row["max_k"]) for row in layers)
+        over = ", ".join(str(sum(float(row[f"scale_{x}"]) > 1 for row in layers)) for x in "qkv")
+        table.append(
+            [SERVED[model], *(f"{most(f'max_{x}'):.3g}" for x in "qkv"), f"{over} of {len(layers)}", f"{biased} of {len(layers)}"]
+            + [", ".join(f"{slack(x):.2g}" for x in "qkv")]
+        )
+    return markdown(
+        ["model", "largest q", "largest k", "largest v", "layers that can exceed 448 (q, k, v)", "layers with a dominant key bias", "bound / largest seen (q, k, v; median layer)"], table
+    )
+
+
+def served_cache():
+    rows, table = record("2026-11-28-served-cache-h100.csv"), []
+    ways = {"bf16": "BF16 cache", "fixed": "FP8, scales of 1.0", "plugin": "FP8, scales from the weights", "prefix": "FP8, scales from the weights, prefill in chunks of 256", "maxima": "FP8, exact maxima of this text"}
+    for model in (model for model in SERVED if any(row["model"] == model for row in rows)):
+        measured = {case: name for case, name in ways.items() if any((row["model"], row["case"]) == (model, case) for row in rows)}
+        for place, (case, name) in enumerate(measured.items()):
+            row = find(rows, model=model, case=case)
+            change = f" ({float(row['change_percent']):+.2f} %)" if case != "bf16" else ""
+            table.append([SERVED[model] if place == 0 else "", name, f"{float(row['perplexity']):.3f}{change}", row["kl"] or "", row["rms_logprob"] if case != "bf16" else ""])
+    return markdown(["model", "cache", "perplexity", "mean KL", "rms change of a token's log-probability"], table)
+
+
 TABLES = {
     f.__name__.replace("_", "-"): f
     for f in (
@@ -727,6 +759,8 @@ TABLES = {
         bias_emulation,
         gradients,
         tested_calls,
+        served_magnitudes,
+        served_cache,
         low_precision_long,
         low_precision_kernels,
         delta_bias,

@@ -33,6 +33,8 @@ mod table;
 pub mod target;
 mod verify;
 
+pub use doctor::Fact;
+
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
@@ -75,6 +77,11 @@ enum Command {
 
 /// Parses the arguments, the command's name first, runs, reports, and returns the exit code. Never panics on a closed pipe.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    run_with(args, Vec::new())
+}
+
+/// The same, where `doctor` also reports these plugins of serving engines, which the Python package knows of.
+pub fn run_with(args: impl IntoIterator<Item = OsString>, plugins: Vec<Fact>) -> u8 {
     let args: Vec<OsString> = args.into_iter().collect();
     let made = html::Made::by(&args);
     let cli = match Cli::try_parse_from(args) {
@@ -124,7 +131,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Stress(args) => stress::run(*args, &made),
         #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
-        Command::Doctor(args) => doctor::run(args),
+        Command::Doctor(args) => doctor::run(args, plugins),
         Command::Families(args) => families::run(args),
         Command::Completions(args) => shell::completions(args, Cli::command()),
         Command::Man(args) => shell::man(args, Cli::command()),

@@ -371,7 +371,7 @@ fn doctor_reports_the_machine() {
     assert!(report["cpu"]["threads"].as_u64().unwrap() >= 1);
     assert!(report["presets"].as_u64().unwrap() >= 14);
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
-    keys(&report, &["cache", "gpu"]);
+    keys(&report, &["cache", "gpu", "plugins"]);
     for fact in report["gpu"]["facts"].as_array().unwrap() {
         keys(fact, &["name", "found", "value"]);
     }

@@ -40,10 +40,6 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-// 1: all lanes of a warp arrive where one does, for racecheck, which follows an arrival by the arriving thread alone.
-#ifndef EVERY_LANE
-#define EVERY_LANE 0
-#endif
 // 1: logits are cap tanh(S / cap).
 #ifndef SOFT_CAP
 #define SOFT_CAP 0
@@ -54,7 +50,6 @@ namespace {
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kWideners = 3;   // warps
 constexpr bool kRemake = kFeatures || DETERMINISTIC;  // variants that are short of registers make addresses anew in each tile
-constexpr int kArrivals = EVERY_LANE ? 32 : 1;  // of a warp
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -175,8 +170,8 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     ptx::prefetch_tensormap(&map_d_out);
     for (int i = 0; i < kRings * kStages; i++) {
       const int what = i / kStages;
-      ptx::mbarrier_init(full + 8 * i, what == kFullQ16 ? kArrivals * kWideners : 1);
-      ptx::mbarrier_init(full + 8 * i + kToEmpty, kArrivals * (4 * kConsumers + (what == kFullQ8 ? kWideners : 0)));
+      ptx::mbarrier_init(full + 8 * i, what == kFullQ16 ? ptx::kWarpArrivals * kWideners : 1);
+      ptx::mbarrier_init(full + 8 * i + kToEmpty, ptx::kWarpArrivals * (4 * kConsumers + (what == kFullQ8 ? kWideners : 0)));
     }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async();
@@ -244,7 +239,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         }
         ptx::fence_proxy_async();
         __syncwarp();
-        if (EVERY_LANE || thread % 32 == 0) {
+        if (ptx::arrives(thread % 32)) {
           ptx::mbarrier_arrive(bar(kFullQ16, index));
           ptx::mbarrier_arrive(bar(kFullQ8, index) + kToEmpty);
         }

@@ -117,10 +117,10 @@ struct Consumer {
   __device__ __forceinline__ u32 v_full(u32 t) const { return pipeline.v_full(t % kKvStages); }
   __device__ __forceinline__ u32 parity(u32 t) const { return t / kKvStages & 1; }
   __device__ __forceinline__ void release_k(u32 t) const {
-    if (leader) ptx::mbarrier_arrive(pipeline.k_empty(t % kKvStages));
+    if (EVERY_LANE || leader) ptx::mbarrier_arrive(pipeline.k_empty(t % kKvStages));
   }
   __device__ __forceinline__ void release_v(u32 t) const {
-    if (leader) ptx::mbarrier_arrive(pipeline.v_empty(t % kKvStages));
+    if (EVERY_LANE || leader) ptx::mbarrier_arrive(pipeline.v_empty(t % kKvStages));
   }
   __device__ __forceinline__ u64 k(u32 t) const { return ptx::wgmma_advance(desc_k, t % kKvStages * kTileBytes); }
   __device__ __forceinline__ u64 v(u32 t) const { return ptx::wgmma_advance(desc_v, t % kKvStages * kValueBytes); }
@@ -145,7 +145,7 @@ struct Consumer {
   // Sets values of keys that do not exist to zero in tile t, which has arrived, before a product meets them.
   __device__ __forceinline__ void clear_tail(u32 t) {
 #if PAGED
-    if (tail < kBlockN) clear_past_keys(pipeline.v(t % kKvStages), tail);
+    if (tail < kBlockN) clear_past_keys(pipeline.v(t % kKvStages), tail, params.active_consumers);
     tail = kBlockN;
 #endif
   }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_rows(const Consumer& c, WorkItem& item) {
 }
 // Gives the slot of the current item back to the producer, after its last read.
 __device__ __forceinline__ void release_item(Consumer& c) {
-  if (c.leader) ptx::mbarrier_arrive(c.pipeline.q_empty(c.item % kQStages, c.warpgroup()));
+  if (EVERY_LANE || c.leader) ptx::mbarrier_arrive(c.pipeline.q_empty(c.item % kQStages, c.warpgroup()));
   c.item = uniform(c.item + 1);
 }
 

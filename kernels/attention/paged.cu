@@ -35,7 +35,7 @@ attention_paged(const __grid_constant__ TensorMap map_q, const __grid_constant__
     for (int i = 0; i < kStagingStages; i++) {
       const u32 full = base + kOffsetStagingBarriers + 16 * i;
       ptx::mbarrier_init(full, 1);
-      ptx::mbarrier_init(full + 8, kTransposeWarps);
+      ptx::mbarrier_init(full + 8, kTransposeWarps * ptx::kWarpArrivals);
       ptx::st_shared_u32(base + kOffsetStagingBarriers + 16 * kStagingStages + 4 * i, 1);
     }
     pipeline.init(consumers);

@@ -35,15 +35,15 @@ struct Pipeline {
   __device__ __forceinline__ void init(int consumers) const {
     for (int i = 0; i < kQStages * kConsumers; i++) {
       ptx::mbarrier_init(q_full(0, 0) + 8 * i, 1);
-      ptx::mbarrier_init(q_empty(0, 0) + 8 * i, 4);
+      ptx::mbarrier_init(q_empty(0, 0) + 8 * i, 4 * ptx::kWarpArrivals);
     }
     for (int i = 0; i < kKvStages; i++) {
       ptx::mbarrier_init(k_full(i), 1);
-      ptx::mbarrier_init(k_empty(i), 4 * consumers);
+      ptx::mbarrier_init(k_empty(i), 4 * ptx::kWarpArrivals * consumers);
     }
     for (int i = 0; i < kKvStages; i++) {
-      ptx::mbarrier_init(v_full(i), kVRows ? kTransposeWarps : 1);
-      ptx::mbarrier_init(v_empty(i), 4 * consumers);
+      ptx::mbarrier_init(v_full(i), kVRows ? kTransposeWarps * ptx::kWarpArrivals : 1);
+      ptx::mbarrier_init(v_empty(i), 4 * ptx::kWarpArrivals * consumers);
     }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async();

@@ -241,7 +241,7 @@ __device__ __forceinline__ void transpose_pages(const Pipeline& pipeline, u32 st
     transpose_values(staging + from.index * kTileBytes, pipeline.v(to.index), warp);
     ptx::fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
+    if (ptx::arrives(threadIdx.x % 32)) {
       ptx::mbarrier_arrive(full + 8);
       ptx::mbarrier_arrive(pipeline.v_full(to.index));
     }

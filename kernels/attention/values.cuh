@@ -11,9 +11,8 @@ namespace {
 
 constexpr int kGroupBytes = 16 * kDim;
 
-// Sets the values of keys from `keys` on to zero, by one warpgroup: a page may hold NaN past the end of its sequence, and zero
-// times NaN is NaN. Another warpgroup may do the same at the same time.
-__device__ __forceinline__ void clear_past_keys(u32 tile, int keys) {
+// Sets the values of keys from `keys` on to zero, by one warpgroup.
+__device__ __forceinline__ void clear_keys(u32 tile, int keys) {
   const u32 thread = threadIdx.x % 128;
   const int whole = keys / 16, partial = keys % 16;
   if (partial > 0 && thread < kDim) {
@@ -27,9 +26,25 @@ __device__ __forceinline__ void clear_past_keys(u32 tile, int keys) {
   }
   for (u32 at = ceil_div(keys, 16) * kGroupBytes + 16 * thread; at < kTileBytes; at += 16 * 128)
     ptx::st_shared_v4(tile + at, 0, 0, 0, 0);
+}
+
+// Sets the values of keys from `keys` on to zero, by each warpgroup: a page may hold NaN past the end of its sequence, and zero
+// times NaN is NaN. Another warpgroup may do the same at the same time: each stores a byte of a key that exists as it was, and zero
+// for any other, so both store the same whichever of them comes first, and neither sees the tile before its own barrier.
+// `consumers`: warpgroups that call this.
+__device__ __forceinline__ void clear_past_keys(u32 tile, int keys, [[maybe_unused]] int consumers) {
+#if EVERY_LANE
+  // Racecheck takes equal stores for a race: the first warpgroup clears for all
+  if (threadIdx.x < 128) clear_keys(tile, keys);
+  ptx::fence_proxy_async();
+  if (consumers > 1) ptx::named_barrier_sync<1, 256>();
+  else ptx::named_barrier_sync<1, 128>();
+#else
+  clear_keys(tile, keys);
   ptx::fence_proxy_async();
   if (threadIdx.x < 128) ptx::named_barrier_sync<1, 128>();
   else ptx::named_barrier_sync<2, 128>();
+#endif
 }
 
 #if V_ROWS

@@ -3,7 +3,16 @@
 #pragma once
 #include "common/types.cuh"
 
+// A warp arrives by its lane 0, once all its lanes are there. 1: by all of them, for racecheck of compute-sanitizer, which follows an
+// arrival by the accesses of the arriving thread alone.
+#ifndef EVERY_LANE
+#define EVERY_LANE 0
+#endif
+
 namespace ptx {
+
+constexpr u32 kWarpArrivals = EVERY_LANE ? 32 : 1;
+__device__ __forceinline__ bool arrives(u32 lane) { return EVERY_LANE || lane == 0; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 

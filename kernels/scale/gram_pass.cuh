@@ -55,8 +55,8 @@ __device__ __forceinline__ void init_stages(u32 readers, u32 writers) {
   const Stages at;
   for (int s = 0; s < STAGES; s++) {
     ptx::mbarrier_init(at.full(s), 1);
-    ptx::mbarrier_init(at.empty(s), readers * ARRIVALS);
-    ptx::mbarrier_init(at.ready(s), writers * ARRIVALS);
+    ptx::mbarrier_init(at.empty(s), readers * ptx::kWarpArrivals);
+    ptx::mbarrier_init(at.ready(s), writers * ptx::kWarpArrivals);
   }
   ptx::fence_mbarrier_init();
 }

@@ -141,7 +141,7 @@ __device__ __forceinline__ void multiply(const Segment* segments, u32 begin, u32
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::keep(acc);
-      ptx::mbarrier_arrive_if(at.empty(ring.stage), arrives(lane));
+      ptx::mbarrier_arrive_if(at.empty(ring.stage), ptx::arrives(lane));
 #pragma unroll
       for (int i = 0; i < COLUMNS / 2; i++) sum[i] += acc[i];
     }

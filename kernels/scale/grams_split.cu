@@ -106,7 +106,7 @@ __device__ __forceinline__ void multiply(const Segment* segments, u32 begin, u32
           // The tile before this one is done with: its stage is free. What was read of it has gone through products that are over.
           if (k == 0) {
             __syncwarp();
-            ptx::mbarrier_arrive_if(previous, arrives(lane) && t > 0);
+            ptx::mbarrier_arrive_if(previous, ptx::arrives(lane) && t > 0);
           }
         }
         previous = at.empty(ring.stage);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply(const Segment* segments, u32 begin, u32
       ptx::wgmma_wait<0>();
       ptx::keep(acc);
       __syncwarp();
-      ptx::mbarrier_arrive_if(previous, arrives(lane));
+      ptx::mbarrier_arrive_if(previous, ptx::arrives(lane));
 #pragma unroll
       for (int i = 0; i < VALUES; i++) sum[i] += acc[i];
       if (SUMS) {

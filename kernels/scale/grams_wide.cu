@@ -216,7 +216,7 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
         to.next();
       }
       __syncwarp();
-      ptx::mbarrier_arrive_if(pipe.used(from.stage), arrives(lane));
+      ptx::mbarrier_arrive_if(pipe.used(from.stage), ptx::arrives(lane));
     }
     // The four warps of a pair.
 #pragma unroll
@@ -276,8 +276,8 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
   constexpr u32 SLAB = 64 * STEP * 2;
   const u32 other_done = CTAS == 2 ? ptx::map_shared(pipe.done(0), pipe.rank ^ 1) : 0;
   auto release_stage = [&](u32 stage) {
-    ptx::mbarrier_arrive_if(pipe.done(stage), arrives(lane));
-    if (CTAS == 2) ptx::mbarrier_arrive_cluster_if(other_done + stage * 8, arrives(lane));
+    ptx::mbarrier_arrive_if(pipe.done(stage), ptx::arrives(lane));
+    if (CTAS == 2) ptx::mbarrier_arrive_cluster_if(other_done + stage * 8, ptx::arrives(lane));
   };
   float wide[WIDE ? 64 : 2], narrow[NARROW ? 32 : 2];
   u32 wide_sum[WIDE ? 32 : 1], narrow_sum[NARROW ? 16 : 1];
@@ -347,11 +347,11 @@ __launch_bounds__(THREADS, 1)
                      ChannelStats*) {
   if (threadIdx.x == 0) {
     const Stages pipe;
-    for (u32 s = 0; s < RAW_STAGES; s++) ptx::mbarrier_init(pipe.full(s), 1), ptx::mbarrier_init(pipe.used(s), CONVERTERS * ARRIVALS);
+    for (u32 s = 0; s < RAW_STAGES; s++) ptx::mbarrier_init(pipe.full(s), 1), ptx::mbarrier_init(pipe.used(s), CONVERTERS * ptx::kWarpArrivals);
     for (u32 s = 0; s < STAGES; s++) {
-      ptx::mbarrier_init(pipe.made(s), CONVERTERS * ARRIVALS);
-      ptx::mbarrier_init(pipe.ready(s), CTAS == 2 ? 1 : CONVERTERS * ARRIVALS);
-      ptx::mbarrier_init(pipe.done(s), CTAS * MULTIPLIERS * ARRIVALS);
+      ptx::mbarrier_init(pipe.made(s), CONVERTERS * ptx::kWarpArrivals);
+      ptx::mbarrier_init(pipe.ready(s), CTAS == 2 ? 1 : CONVERTERS * ptx::kWarpArrivals);
+      ptx::mbarrier_init(pipe.done(s), CTAS * MULTIPLIERS * ptx::kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

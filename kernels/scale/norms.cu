@@ -127,7 +127,7 @@ __launch_bounds__(THREADS, BLOCKS)
     if (shift) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][1]), (const u8*)shift + k * VECTOR_SIZE, vector, barrier);
   };
   if (threadIdx.x == 0) {
-    for (u32 s = 0; s < STAGES; s++) ptx::mbarrier_init(full + s * 8, 1), ptx::mbarrier_init(empty + s * 8, WARPS * ARRIVALS);
+    for (u32 s = 0; s < STAGES; s++) ptx::mbarrier_init(full + s * 8, 1), ptx::mbarrier_init(empty + s * 8, WARPS * ptx::kWarpArrivals);
     ptx::fence_mbarrier_init();
     ptx::fence_tensormap_acquire(maps + head.projection);
     if (!BESIDE && status && blockIdx.x == 0) *status = 0;

@@ -3,14 +3,15 @@
 import signal
 import sys
 
-from . import _native
+from . import _native, _plugins
 
 
 def main():
     """Runs the command with this process's arguments; returns its exit code."""
     # Native code runs without a look at Python's handlers: Ctrl-C ends the process, as it ends the command.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return _native.command(sys.argv[1:])
+    arguments = sys.argv[1:]
+    return _native.command(arguments, _plugins.found() if arguments[:1] == ["doctor"] else [])
 
 
 if __name__ == "__main__":

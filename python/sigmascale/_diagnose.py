@@ -16,7 +16,7 @@ from ._results import Diagnosis
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ._hints import Path, Thresholds
+    from ._options import Path, Thresholds
 
 _WHOLE = ("window", "hold", "loss_scale")
 _REAL = ("logit_limit", "growth", "repeated", "bias", "false_alarms", "entropy", "saturated", "skipped", "loss")

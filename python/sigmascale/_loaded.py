@@ -6,11 +6,12 @@ before the engine repacks it: :meth:`Loaded.hold` keeps a copy on the host until
 """
 
 import json
+import os
 import struct
 
 import torch
 
-from ._errors import SigmascaleError, UnsupportedError
+from ._errors import ArgumentError, SigmascaleError, UnsupportedError
 from ._serving import ScaleStream
 from .rl import must_flush
 
@@ -216,7 +217,7 @@ class Loaded:
             if len(tensors) > 1:
                 raise UnsupportedError(f"{stem} is stored in FP8 with the heads of q, k and v interleaved")
             ((name, tensor),) = tensors
-            tensors = [(name, torch.empty_like(tensor).index_copy_(0, torch.tensor(order, device=tensor.device), tensor))]
+            tensors = [(name, torch.empty_like(tensor).index_copy_(0, torch.tensor(order, dtype=torch.int64, device=tensor.device), tensor))]
         if layer["q"]["conv1d"] and kind == "weight":
             tensors = [(name, tensor.t()) for name, tensor in tensors]
         return tensors
@@ -310,7 +311,7 @@ def _cut(stem, parts, sizes, rows, kind, linear):
         scale = scale.reshape(1)
     elif sizes is not None and scale.numel() == 3:
         # One for each of q, k and v.
-        scale = scale.flatten().repeat_interleave(torch.tensor(sizes, device=scale.device))
+        scale = scale.flatten().repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=scale.device))
         scale = scale.reshape(whole, 1)[first:last]
     else:
         raise UnsupportedError(f"{stem}.{name} has shape {tuple(scale.shape)}")
@@ -334,9 +335,41 @@ def describe(scales):
     return ", ".join(f"{operand} {min(row):.4g} to {max(row):.4g}" for operand, row in rows.items() if row)
 
 
+_MODES = {"0": "off", "off": "off", "false": "off", "": "on", "1": "on", "on": "on", "true": "on", "strict": "strict"}
+
+
+def mode():
+    """What ``SIGMASCALE_PLUGIN`` asks for: ``"off"``, ``"on"``, or ``"strict"``, where a model without scales stops the engine."""
+    value = os.environ.get("SIGMASCALE_PLUGIN", "1")
+    if value.lower() not in _MODES:
+        raise ArgumentError(f"SIGMASCALE_PLUGIN is {value!r}: expected 0, 1 or strict")
+    return _MODES[value.lower()]
+
+
+def register(hook, log):
+    """Hooks an engine by ``hook``, where the plugin is not turned off. An engine whose modules are elsewhere goes on without."""
+    if mode() == "off":
+        return
+    try:
+        hook()
+    except Exception as error:
+        give_up(f"FP8 attention is served with scales of 1.0: this version of the engine has no place for the plugin: {_of(error)}", log)
+
+
+def give_up(message, log):
+    """Says that an engine serves other scales than those of its weights; stops it under ``SIGMASCALE_PLUGIN=strict``."""
+    log.error("Sigmascale: %s", message)
+    if mode() == "strict":
+        raise SigmascaleError(f"{message} (SIGMASCALE_PLUGIN=strict stops the engine)")
+
+
+def _of(error):
+    return str(error) if isinstance(error, SigmascaleError) else f"{type(error).__name__}: {error}"
+
+
 class Followed:
     """A model of an engine whose scales follow its weights. ``fill`` sets those of one attention module; ``log`` has ``info`` and
-    ``warning``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
+    ``error``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
     """
 
     def __init__(self, model, config, attention, fill, log, kept):
@@ -347,20 +380,20 @@ class Followed:
             self._loaded = Loaded(model, config, attention)
             for linear in self._loaded.linears():
                 self._hook(linear)
-        except Exception as error:  # The engine goes on without.
-            self.leave(error)
+        except Exception as error:
+            self.leave(_of(error))
 
     def leave(self, reason):
         """Leaves the model alone from now on."""
         self._loaded = None
-        if isinstance(reason, Exception) and not isinstance(reason, SigmascaleError):
-            reason = f"{type(reason).__name__}: {reason}"
-        self._warn(f"the scales of {self.name} are not set, the engine's own stay: {reason}")
+        served = "those of its weights before" if self.values else "1.0, unless its checkpoint has others"
+        self._give_up(f"FP8 attention scales of {self.name} are not computed, it is served with {served}: {reason}")
 
-    def _warn(self, message):
-        if message not in self._said:
+    def _give_up(self, message):
+        # Once, but where it stops the engine.
+        if message not in self._said or mode() == "strict":
             self._said.add(message)
-            self._log.warning("Sigmascale: %s", message)
+            give_up(message, self._log)
 
     def _hook(self, linear):
         method = getattr(linear, "quant_method", None)
@@ -397,9 +430,12 @@ class Followed:
 
     def restore(self, *modules):
         """Sets the known scales again."""
-        for module in modules:
-            if module in self.values:
-                self._fill(module, self.values[module])
+        try:
+            for module in modules:
+                if module in self.values:
+                    self._fill(module, self.values[module])
+        except Exception as error:
+            self.leave(_of(error))
 
     def refresh(self, touched=None):
         """Computes the scales of the weights that are loaded now, and sets them; ``touched`` as in :meth:`Loaded.scales`."""
@@ -408,8 +444,8 @@ class Followed:
         try:
             with torch.no_grad():
                 scales = self._loaded.scales(touched)
-        except Exception as error:  # The engine goes on without.
-            self.leave(error)
+        except Exception as error:
+            self.leave(_of(error))
             return
         if any(layer["v"] is None for layer in scales.values()):
             self.leave("its values have no bound: no norm stands in front of their projection")
@@ -423,14 +459,14 @@ class Followed:
             what = f"of {len(self.modules)} layers from the weights"
         elif not scales:
             if touched is None or touched:
-                self._warn(
+                self._give_up(
                     f"weights of {self.name} are in a form that is not read: its scales are those of the weights before"
                 )
             return
         elif self._kept:
             grown = sum(must_flush({0: self.values[module]}, {0: layer}) for module, layer in changed.items())
             if grown:
-                self._warn(
+                self._give_up(
                     f"the new weights of {self.name} need larger scales in {grown} layers, but captured graphs hold the old "
                     "ones: restart it"
                 )
@@ -438,7 +474,8 @@ class Followed:
         else:
             what = f"of {len(changed)} layers changed with the weights"
         self.values.update(changed)
-        self.restore(*changed)
-        if changed:
+        # Those that did not change, too: others may have set them since.
+        self.restore(*scales)
+        if changed and self._loaded is not None:
             ranges = describe(list(self.values.values()))
             self._log.info("Sigmascale: FP8 attention scales of %s, %s: %s", self.name, what, ranges)

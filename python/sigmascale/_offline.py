@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Unpack
 
-    from ._hints import Calibration, Model, Path, Weights
+    from ._options import Calibration, Model, Path, Weights
 
 # The types that safetensors files hold; those of tensors that are not read do not matter.
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}

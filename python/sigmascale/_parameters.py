@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Any, get_args
 
+from . import _native
 from ._arguments import count, one_of, positive, probability, share, whole
 from ._errors import ArgumentError
+from ._types import AmaxAlgorithm, Pooling
+
+# Every policy with the bound that it plans from and its parameters, and the tail: the defaults of the native half.
+DEFAULTS = json.loads(_native.defaults())
+_PARAMETERS = {policy["name"]: policy["parameters"] for policy in DEFAULTS["policies"]} | {"tail": DEFAULTS["tail"]}
 
 
 class _Checked:
@@ -19,8 +25,8 @@ class _Checked:
             object.__setattr__(self, field.name, value)
 
 
-def _field(default: Any, check: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"check": check})
+def _default(of: str, parameter: str, check: Any) -> Any:
+    return dataclasses.field(default=_PARAMETERS[of][parameter], metadata={"check": check})
 
 
 def _factor(name, value):
@@ -38,11 +44,11 @@ class Tail(_Checked):
     ``eta`` is the share of the E4M3 range that a logit bound is mapped onto, of whatever policy.
     """
 
-    delta: float = _field(1e-6, probability)
-    seq_len: int = _field(1024, count)
-    batch: int = _field(1, count)
-    steps: int = _field(1, count)
-    eta: float = _field(0.8, share)
+    delta: float = _default("tail", "delta", probability)
+    seq_len: int = _default("tail", "seq_len", count)
+    batch: int = _default("tail", "batch", count)
+    steps: int = _default("tail", "steps", count)
+    eta: float = _default("tail", "eta", share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +56,18 @@ class AutoC(_Checked):
     """``auto-c``: worst-case bounds for ``burn_in`` steps, then ``kappa`` times the ``quantile`` of amax / bound seen there, times
     the bound. ``pooling``: one such constant for each ``layer`` or ``head``, or one for the whole ``model``."""
 
-    burn_in: int = _field(100, count)
-    quantile: float = _field(0.9999, share)
-    kappa: float = _field(1.5, _factor)
-    pooling: Literal["model", "layer", "head"] = _field("layer", one_of("model", "layer", "head"))
+    burn_in: int = _default("auto-c", "burn_in", count)
+    quantile: float = _default("auto-c", "quantile", share)
+    kappa: float = _default("auto-c", "kappa", _factor)
+    pooling: Pooling = _default("auto-c", "pooling", one_of(*get_args(Pooling)))
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedPaper(_Checked):
     """``delayed-paper``: the largest amax of the last ``history`` steps is mapped onto ``margin`` times 448."""
 
-    history: int = _field(16, count)
-    margin: float = _field(0.9, share)
+    history: int = _default("delayed-paper", "history", count)
+    margin: float = _default("delayed-paper", "margin", share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +75,9 @@ class DelayedTe(_Checked):
     """``delayed-te``, TransformerEngine's: the largest amax of the last ``history`` steps, or with
     ``algorithm="most-recent"`` the last one, is mapped onto 448 / 2^``margin``."""
 
-    history: int = _field(1024, count)
-    algorithm: Literal["max", "most-recent"] = _field("max", one_of("max", "most-recent"))
-    margin: int = _field(0, lambda name, value: whole(name, value, least=-32, most=32))
+    history: int = _default("delayed-te", "history", count)
+    algorithm: AmaxAlgorithm = _default("delayed-te", "algorithm", one_of(*get_args(AmaxAlgorithm)))
+    margin: int = _default("delayed-te", "margin", lambda name, value: whole(name, value, least=-32, most=32))
 
 
 _NAMES = {AutoC: "auto-c", DelayedPaper: "delayed-paper", DelayedTe: "delayed-te"}

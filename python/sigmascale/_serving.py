@@ -14,7 +14,7 @@ from ._offline import _SAFETENSORS, _path, _source, _stored
 from ._results import Audit, Export
 
 if TYPE_CHECKING:
-    from ._hints import Engine, Model, Pairs, Path
+    from ._options import Engine, Model, Pairs, Path
 
 # Where the scale engine reads tensors; elsewhere they are copied to the host.
 _DEVICES = ("cuda",)

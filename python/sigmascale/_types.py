@@ -9,6 +9,9 @@ else:
     from typing_extensions import NotRequired, TypedDict
 
 Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
+Granularity = Literal["head", "layer"]
+Pooling = Literal["model", "layer", "head"]
+AmaxAlgorithm = Literal["max", "most-recent"]
 Operand = Literal["logit", "q", "k", "v", "o"]
 AlarmKind = Literal[
     "delta-bias",
@@ -25,7 +28,7 @@ AlarmKind = Literal[
 ]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
 Verdict = Literal[
-    "safe", "overflow", "missing", "default", "rounded_below", "foreign", "invalid", "not_loaded", "unbounded"
+    "safe", "overflow", "missing", "default", "rounded-below", "foreign", "invalid", "not-loaded", "unbounded"
 ]
 
 
@@ -107,7 +110,7 @@ class Method(TypedDict):
     bound: Literal["worst-case", "rank-aware", "spectrum"] | None
     estimator: Literal["gram", "power"]
     rotation: bool
-    granularity: Literal["head", "layer"]
+    granularity: Granularity
     as_paper: bool
     c: float | None
     layer_norm_mean_limit: NotRequired[float]
@@ -220,16 +223,16 @@ class Parameters(TypedDict):
 
     policy: Policy
     eta: NotRequired[float]
-    granularity: NotRequired[Literal["head", "layer"]]
+    granularity: NotRequired[Granularity]
     burn_in: NotRequired[int]
     quantile: NotRequired[float]
     kappa: NotRequired[float]
-    pooling: NotRequired[Literal["model", "layer", "head"]]
+    pooling: NotRequired[Pooling]
     max_restarts: NotRequired[int]
     history: NotRequired[int]
     initial: NotRequired[float]
     margin: NotRequired[float]
-    algorithm: NotRequired[Literal["max", "most-recent"]]
+    algorithm: NotRequired[AmaxAlgorithm]
 
 
 class Quantiles(TypedDict):
@@ -259,7 +262,7 @@ class PolicySummary(TypedDict):
     values: int
     max_scaled: float
     overshoot: Quantiles | None
-    utilisation: Quantiles
+    utilization: Quantiles
     sqnr_db: float | None
     output_bias: float | None
     softmax_kl: float | None

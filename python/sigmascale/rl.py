@@ -15,6 +15,7 @@ is one a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ._errors import NonFiniteError, UnsupportedError
 from ._serving import ScaleStream
 
 if TYPE_CHECKING:
-    from ._hints import Engine, Layers, Model, Pairs
+    from ._options import Engine, Layers, Model, Pairs
 
 __all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "skyrl", "with_scales"]
 
@@ -170,6 +171,20 @@ def _modules(model, layers, attribute):
     return found
 
 
+def write(tensor: Any, value: Any) -> None:
+    """Sets a tensor in place, to a number or to numbers for its elements. One that was made in inference mode can be written there
+    alone."""
+    with contextlib.ExitStack() as mode:
+        if hasattr(tensor, "is_inference") and tensor.is_inference():
+            import torch
+
+            mode.enter_context(torch.inference_mode())
+        if isinstance(value, list):
+            tensor.copy_(tensor.new_tensor(value, dtype=tensor.dtype).reshape(tensor.shape))
+        else:
+            tensor.fill_(value)
+
+
 def fill_vllm(model: Any, layers: Layers) -> None:
     """Sets the scales of a loaded vLLM model in place, the host's copies too: after ``process_weights_after_loading``.
 
@@ -178,12 +193,11 @@ def fill_vllm(model: Any, layers: Layers) -> None:
     """
     for module, scale in _modules(model, layers, "_k_scale"):
         for operand, value in scale.items():
-            buffer = getattr(module, f"_{operand}_scale")
-            buffer.fill_(value)
+            write(getattr(module, f"_{operand}_scale"), value)
             setattr(module, f"_{operand}_scale_float", value)
             copy = getattr(module, f"_{operand}_scale_cpu", None)
             if copy is not None:
-                copy.fill_(value)
+                write(copy, value)
 
 
 def fill_sglang(model: Any, layers: Layers) -> None:
@@ -192,7 +206,7 @@ def fill_sglang(model: Any, layers: Layers) -> None:
     """
     for module, scale in _modules(model, layers, "k_scale_float"):
         for operand in ("k", "v"):
-            getattr(module, f"{operand}_scale").data.fill_(scale[operand])
+            write(getattr(module, f"{operand}_scale").data, scale[operand])
             setattr(module, f"{operand}_scale_float", scale[operand])
 
 

@@ -3,14 +3,16 @@
 SGLang loads it by itself (entry point ``sglang.srt.plugins``). Where a server runs with ``--kv-cache-dtype fp8_e4m3``,
 the scales of k and v are computed from the weights of each rank after every load and weight update, for families whose
 attention SGLang builds without scales, too. q is cast at 1.0: a warning names layers whose bound exceeds 448. Latent
-attention is not changed: its cache is written without a scale. ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
+attention is not changed: its cache is written without a scale. A model whose scales cannot be computed is served with 1.0, and an
+error is logged; ``SIGMASCALE_PLUGIN=strict`` stops the engine instead, and ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
 """
 
 import logging
-import os
 import weakref
 
+from . import _loaded
 from ._loaded import Followed, up_to_bf16
+from .rl import write
 
 _MODELS = weakref.WeakKeyDictionary()
 _LOG = logging.getLogger("sglang.plugins.sigmascale")
@@ -18,8 +20,10 @@ _LOG = logging.getLogger("sglang.plugins.sigmascale")
 
 def register():
     """Hooks SGLang; does nothing the second time."""
-    if os.environ.get("SIGMASCALE_PLUGIN", "1").lower() in ("0", "off", "false"):
-        return
+    _loaded.register(_hook, _LOG)
+
+
+def _hook():
     from sglang.srt.model_loader import loader
 
     initialize = loader._initialize_model
@@ -84,9 +88,11 @@ def _fill(module, layer):
         value = up_to_bf16(max(layer[operand]))
         scale = getattr(module, f"{operand}_scale")
         if isinstance(scale, torch.Tensor):
-            scale.data.fill_(value)
+            write(scale.data, value)
         else:
-            setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
+            # Written again after a reload, in whatever mode that is.
+            with torch.inference_mode(False):
+                setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
         setattr(module, f"{operand}_scale_float", value)
     if max(layer["q"]) > 1.0:
         _LOG.warning(
@@ -98,7 +104,5 @@ def _fill(module, layer):
 
 def _device(module):
     """Where the model's weights are: an attention module without scales has no tensor of its own."""
-    for model, followed in _MODELS.items():
-        if any(module is own for own in followed.modules):
-            return next(model.parameters()).device
-    return None
+    (model,) = [model for model, followed in _MODELS.items() if any(module is own for own in followed.modules)]
+    return next(model.parameters()).device

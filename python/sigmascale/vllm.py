@@ -2,14 +2,17 @@
 
 vLLM loads it by itself (entry point ``vllm.general_plugins``). Where a model runs with ``--kv-cache-dtype fp8``, the
 scales of q, k and v are computed from the weights of each rank after every load, reload and weight update, and set in
-place (device tensors and host-side copies). ``SIGMASCALE_PLUGIN=0`` turns it off.
+place (device tensors and host-side copies). A model whose scales cannot be computed is served with 1.0, and an error is logged;
+``SIGMASCALE_PLUGIN=strict`` stops the engine instead, and ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
 """
 
-import os
+import logging
 import sys
 import weakref
 
+from . import _loaded
 from ._loaded import Followed, up_to_bf16
+from .rl import write
 
 _FP8 = ("fp8", "fp8_e4m3")
 _MODELS = weakref.WeakSet()
@@ -17,8 +20,10 @@ _MODELS = weakref.WeakSet()
 
 def register():
     """Hooks vLLM; does nothing the second time."""
-    if os.environ.get("SIGMASCALE_PLUGIN", "1").lower() in ("0", "off", "false"):
-        return
+    _loaded.register(_hook, logging.getLogger("vllm.plugins.sigmascale"))
+
+
+def _hook():
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.model_loader import utils
 
@@ -142,14 +147,11 @@ def _fill(module, layer):
     for operand in "qkv":
         buffer, row = getattr(module, f"_{operand}_scale"), [up_to_bf16(value) * factor for value in layer[operand]]
         value = max(row)
-        if buffer.numel() == 1:
-            buffer.fill_(value)
-        else:
-            buffer.copy_(buffer.new_tensor(row).reshape(buffer.shape))
+        write(buffer, value if buffer.numel() == 1 else row)
         setattr(module, f"_{operand}_scale_float", value)
         host = getattr(module, f"_{operand}_scale_cpu", None)
         if host is not None:
-            host.fill_(value)
+            write(host, value)
     for product in ("bmm1_scale", "bmm2_scale"):
         if getattr(module.impl, product, None) is not None:
             # Multiplied again at the next call.

@@ -4,7 +4,7 @@
 use crate::device::{Layer, Projection, QkNorm, dtype};
 use crate::errors::raise;
 use crate::policy::TailArguments;
-use crate::work::beside;
+use crate::threads::beside;
 use pyo3::prelude::*;
 use sigmascale::bound::{BoundKind, HeadBound, HeadBounds, LayerBounds, OperandBound, Tail, operand_row, round_up};
 use sigmascale::geometry::LayerGeometry;
@@ -108,18 +108,6 @@ fn spec(layers: &[Layer]) -> AttentionSpec {
         }),
         ..AttentionSpec::plain(first.d_model, layers.iter().enumerate().map(one).collect())
     }
-}
-
-/// The attention spec of layers with as many heads, as JSON: what policies are made for.
-#[pyfunction]
-pub fn attention_spec(py: Python<'_>, layers: Vec<Layer>) -> PyResult<String> {
-    let text = || {
-        if layers.is_empty() {
-            return Err(Error::argument("an attention spec needs at least one layer"));
-        }
-        serde_json::to_string(&spec(&layers)).map_err(|error| Error::argument(format_args!("attention spec: {error}")))
-    };
-    text().map_err(|error| raise(py, &error))
 }
 
 /// A layer's tensors, dense and in the types that they are stored in.

@@ -1,13 +1,12 @@
 //! The scale engine over memory that Python owns.
 
-use crate::work::{OnDevice, on_device};
+use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::bound::HeadBound;
 use sigmascale::cuda::{self, Buffer, Device, DevicePtr, Stream};
 use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::model::{Forward, GainForm, NormKind, norm_roundings};
-use sigmascale::tensor;
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
 

@@ -1,7 +1,7 @@
 //! Alarms of a run while it goes on, and the diagnosis of a whole one.
 
 use crate::errors::raise;
-use crate::work::detached;
+use crate::threads::detached;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;

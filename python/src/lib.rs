@@ -3,17 +3,17 @@
 //! Results that the command line prints as JSON cross as JSON text. The interpreter lock is released around work.
 
 mod attention;
+mod call;
+mod cpu_attention;
 mod cpu_scales;
 mod device;
 mod diagnose;
 mod errors;
 mod mla;
 mod offline;
-mod paged;
 mod policy;
 mod serving;
-mod specification;
-mod work;
+mod threads;
 
 use pyo3::prelude::*;
 
@@ -36,13 +36,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
     module.add_function(wrap_pyfunction!(policy::defaults, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::attention_spec, module)?)?;
     module.add_class::<attention::Attention>()?;
-    module.add_class::<paged::Paged>()?;
     module.add_function(wrap_pyfunction!(cpu_scales::host_scales, module)?)?;
-    module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
-    module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_attention::host_forward, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_attention::host_backward, module)?)?;
     module.add_class::<cpu_scales::HostPolicy>()?;
-    module.add_function(wrap_pyfunction!(cpu_scales::attention_spec, module)?)?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
     module.add_class::<mla::LatentEngine>()?;

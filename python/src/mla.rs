@@ -6,7 +6,7 @@
 use crate::cpu_scales::{Scales, values};
 use crate::device::{dtype, results, stream};
 use crate::errors::raise;
-use crate::work::{OnDevice, beside, on_device};
+use crate::threads::{OnDevice, beside, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::json;

@@ -2,7 +2,7 @@
 
 use crate::errors::raise;
 use crate::policy::configs;
-use crate::work::{Stop, detached};
+use crate::threads::{Stop, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
@@ -109,10 +109,13 @@ pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> P
     detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
-/// The command, with the arguments that follow its name; returns its exit code.
+/// The command, with the arguments that follow its name; returns its exit code. `plugins`: name, whether it would load, and what
+/// there is to say, for `doctor`.
 #[pyfunction]
-pub fn command(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
-    py.detach(|| sigmascale_cli::run(iter::once("sigmascale".into()).chain(arguments)))
+pub fn command(py: Python<'_>, arguments: Vec<OsString>, plugins: Vec<(String, bool, String)>) -> u8 {
+    let fact = |(name, found, value)| sigmascale_cli::Fact { name, found, value };
+    let plugins = plugins.into_iter().map(fact).collect();
+    py.detach(|| sigmascale_cli::run_with(iter::once("sigmascale".into()).chain(arguments), plugins))
 }
 
 /// JSON, and the page of the command line.

@@ -2,7 +2,7 @@
 
 use crate::device::stream;
 use crate::errors::raise;
-use crate::work::{OnDevice, on_device};
+use crate::threads::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::json;
@@ -12,7 +12,7 @@ use sigmascale::bound::HeadBound;
 use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
-use sigmascale::model::AttentionSpec;
+use sigmascale::model::{AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, RopeLayout};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, ScaledTensor};
 use sigmascale::stats::stats_words;
@@ -57,6 +57,69 @@ pub fn configs(name: &str, parameters: Option<&str>) -> Result<Vec<PolicyConfig>
         serde_json::from_value(config).map_err(invalid)
     };
     kinds.into_iter().map(with).collect()
+}
+
+/// A layer of the package, as far as policies depend on it.
+#[derive(FromPyObject)]
+pub struct PolicyLayer<'py> {
+    q: Bound<'py, PyAny>,
+    n_q_heads: usize,
+    n_kv_heads: usize,
+    d_head: usize,
+    norm: Option<String>,
+    gain: Option<Bound<'py, PyAny>>,
+    shift: Option<Bound<'py, PyAny>>,
+    q_bias: Option<Bound<'py, PyAny>>,
+    k_bias: Option<Bound<'py, PyAny>>,
+    v_bias: Option<Bound<'py, PyAny>>,
+    rotary: usize,
+    interleaved: bool,
+    rope_factor: f64,
+    softmax_scale: Option<f64>,
+    query_factor: f64,
+}
+
+impl PolicyLayer<'_> {
+    fn spec(&self, number: usize) -> LayerSpec {
+        let rope = Rope {
+            rotary_dim: self.rotary,
+            other_dims: Vec::new(),
+            layout: if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
+            attention_factor: self.rope_factor,
+            inv_freq: None,
+        };
+        LayerSpec {
+            number,
+            rope: (self.rotary > 0).then_some(rope),
+            // Bounds on logits are of grown queries.
+            softmax_scale: self.query_factor * self.softmax_scale.unwrap_or((self.d_head as f64).sqrt().recip()),
+            ..LayerSpec::plain(self.n_q_heads, self.n_kv_heads, self.d_head)
+        }
+    }
+}
+
+/// The attention spec of layers with as many heads, as JSON.
+#[pyfunction]
+pub fn attention_spec(py: Python<'_>, layers: Vec<PolicyLayer<'_>>) -> PyResult<String> {
+    let Some(first) = layers.first() else {
+        return Err(raise(py, &Error::argument("a policy needs at least one layer")));
+    };
+    let kind = match first.norm.as_deref() {
+        Some("rms") => NormKind::RmsNorm,
+        Some(_) => NormKind::LayerNorm,
+        None => NormKind::None,
+    };
+    let d_model = first.q.getattr("shape")?.get_item(1)?.extract()?;
+    let spec = AttentionSpec {
+        norm: InputNorm {
+            kind,
+            gain: if first.gain.is_some() { GainForm::Plain } else { GainForm::Unit },
+            shift: first.shift.is_some(),
+        },
+        bias: QkvBias { q: first.q_bias.is_some(), k: first.k_bias.is_some(), v: first.v_bias.is_some() },
+        ..AttentionSpec::plain(d_model, layers.iter().enumerate().map(|(number, layer)| layer.spec(number)).collect())
+    };
+    serde_json::to_string(&spec).map_err(|error| raise(py, &Error::argument(format_args!("attention spec: {error}"))))
 }
 
 /// A checked policy with all its parameters, as JSON.

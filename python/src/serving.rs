@@ -2,7 +2,7 @@
 
 use crate::cpu_scales::bytes_at;
 use crate::errors::raise;
-use crate::work::detached;
+use crate::threads::detached;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;

@@ -550,7 +550,8 @@ def flash(made, **options):
         from sigmascale.torch import _fallback, _terms
 
         places = _terms.Sequences(ends[:-1], ends[1:], ends[:-1], ends[1:], max(parts), max(parts))
-        terms = _terms.Terms(True, 64**-0.5, options.get("window_size", (-1, -1)), options.get("softcap"), None, places)
+        terms = _terms.Terms(True, 64**-0.5, soft_cap=options.get("softcap"))
+        terms = terms.masked(True, options.get("window_size", (-1, -1)), places)
         out = _fallback.attend(q[None], k[None], v[None], terms)[0][0]
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     return [out.detach(), *grads]

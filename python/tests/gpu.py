@@ -4,7 +4,6 @@ Importing it skips the importing file, by name, where there is no Hopper GPU.
 """
 
 import dataclasses
-import json
 import pathlib
 
 import pytest
@@ -18,7 +17,7 @@ import torch.nn.functional as F  # noqa: E402
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 from sigmascale import _native  # noqa: E402
-from sigmascale.torch import _policies, _terms  # noqa: E402
+from sigmascale.torch import _terms  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 MODEL = pathlib.Path(__file__).resolve().parents[2] / "data" / "tiny-llama"
@@ -123,7 +122,7 @@ def delayed(device):
     weight, tail = torch.zeros(256, 256), dataclasses.asdict(sigmascale.Tail())
     layer = fp8.Layer(q=weight, k=weight[:128], v=weight[:128], n_q_heads=4, n_kv_heads=2)
     config = _native.policy("delayed-te", None, tail)
-    return _native.DevicePolicy(device, json.dumps(_policies._spec([layer, layer])), config, tail, False)
+    return _native.DevicePolicy(device, _native.attention_spec([layer, layer]), config, tail, False)
 
 
 def libraries():

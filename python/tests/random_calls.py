@@ -22,6 +22,7 @@ import sys
 import traceback
 import warnings
 
+import plain
 import torch
 
 import sigmascale.torch as fp8
@@ -97,61 +98,26 @@ class Call:
         )
 
 
-def e4m3(x, descale):
-    """What the cast leaves of ``x`` (len, heads, d), in f64, its derivative that of the identity."""
-    descale = descale.repeat_interleave(x.shape[1] // descale.shape[0])[:, None]
-    held = x if x.dtype == E4M3 else (x.detach().float() * (1 / descale)).clamp(-448, 448).to(E4M3)
-    value = held.double() * descale.double()
-    return value if x.dtype == E4M3 else x.double() + (value - x.detach().double())
-
-
 def reference(q, k, v, descales, call):
     """Output (len, heads, d_v), LSE (heads, len), the sum of P |v|, that of |v| times the largest P, and how far a
     logit may be off, (heads, len), of one sequence in f64."""
-    q, k, v = (e4m3(x, d) for x, d in zip((q, k, v), descales))
-    group = q.shape[1] // k.shape[1]
-    place = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
-    key = torch.arange(k.shape[0])[None]
-    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
-    left, right = call.window
-    if left >= 0:
-        seen &= key >= place - left
-    if call.causal:
-        right = 0 if right < 0 else min(right, 0)
-    if right >= 0:
-        seen &= key <= place + right
-    seen = seen.to(q.device)
-    outs, lses, sizes, bends = [], [], [], []
+    q, k, v = (plain.held(x, d) for x, d in zip((q, k, v), descales))
+    terms = {"scale": call.scale, "softcap": call.softcap}
+    out, lse = plain.attention(q, k, v, causal=call.causal, window=call.window, sinks=call.sinks, **terms)
+    group, seen = q.shape[1] // k.shape[1], plain.visible(q.shape[0], k.shape[0], call.causal, call.window)
+    sizes, bends = [], []
     for head in range(q.shape[1]):
-        logits = call.scale * q[:, head] @ k[:, head // group].T
+        one, keys, values = q[:, head].detach(), k[:, head // group].detach(), v[:, head // group].detach().abs()
         # Tensor cores keep 14 bits of the largest product as they add; tanh on the device is off by up to 5e-4 of the
         # cap.
-        steps = call.scale * q[:, head].abs() @ k[:, head // group].abs().T
-        bends.append(
-            ACCUMULATOR * (steps.amax(dim=1) if k.shape[0] else steps.new_zeros(q.shape[0])).detach()
-            + 1e-3 * call.softcap
-        )
-        if call.softcap:
-            logits = call.softcap * torch.tanh(logits / call.softcap)
-        logits = logits.masked_fill(~seen, -math.inf)
-        if call.sinks is not None:
-            logits = torch.cat([logits, call.sinks.double()[head].expand(q.shape[0], 1)], dim=1)
-        lse = torch.logsumexp(logits, dim=1) if logits.shape[1] else logits.new_full((q.shape[0],), -math.inf)
-        weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse)[:, None])[:, : k.shape[0]]
-        outs.append(weights @ v[:, head // group])
-        lses.append(lse)
+        steps = call.scale * one.abs() @ keys.abs().T
+        bends.append(ACCUMULATOR * (steps.amax(dim=1) if k.shape[0] else steps.new_zeros(q.shape[0])) + 1e-3 * call.softcap)
+        weights, _ = plain.probabilities(one, keys, call.scale, seen, call.softcap, None if call.sinks is None else call.sinks[head])
         # The largest P is that of the keys alone: P is rounded before a sink joins.
         top = weights.amax(dim=1, keepdim=True) if k.shape[0] else weights.new_zeros(q.shape[0], 1)
-        values = v[:, head // group].abs()
         sizes.append((weights @ values, top * values.sum(dim=0)))
-    stack = lambda parts: torch.stack(parts, dim=1)
-    return (
-        stack(outs),
-        torch.stack(lses),
-        stack([a for a, _ in sizes]),
-        stack([b for _, b in sizes]),
-        torch.stack(bends),
-    )
+    size, top = (torch.stack(parts, dim=1) for parts in zip(*sizes))
+    return out, lse, size, top, torch.stack(bends)
 
 
 def strided(draw, x):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -34,6 +35,54 @@ def test_exit_codes_are_the_commands():
     for code, arguments in [(2, ["calibrate", "--no-such-option"]), (1, ["calibrate", "/no/such/model"]), (2, [])]:
         done = run(*arguments)
         assert done.returncode == code and done.stderr and not done.stdout, done
+
+
+def test_doctor_reports_the_plugins(tmp_path):
+    for name, parts in ENGINES.items():
+        for part, text in parts.items():
+            file = tmp_path / name / part
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    point = tmp_path / "plugged-1.0.dist-info"
+    point.mkdir()
+    (point / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (point / "entry_points.txt").write_text("[vllm.general_plugins]\nsigmascale = sigmascale.vllm:register\n")
+
+    def said(**environment):
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        given = os.environ | {"PYTHONPATH": path} | environment
+        done = subprocess.run(
+            [sys.executable, "-m", "sigmascale", "doctor", "--format", "json"], capture_output=True, text=True, env=given
+        )
+        assert done.returncode == 0, done.stderr
+        rows = {row["name"]: (row["found"], row["value"]) for row in json.loads(done.stdout)["plugins"]}
+        assert rows.keys() == {"vllm", "sglang"} and rows["sglang"] == (False, rows["sglang"][1])
+        return rows["vllm"]
+
+    pytest.importorskip("torch")
+    assert said() == (True, "9.8.7, the plugin loads; a model without scales is served with 1.0")
+    assert said(SIGMASCALE_PLUGIN="strict") == (True, "9.8.7, the plugin loads; a model without scales stops the engine")
+    assert said(SIGMASCALE_PLUGIN="0") == (False, "9.8.7, but SIGMASCALE_PLUGIN=0 turns the plugin off")
+    assert said(VLLM_PLUGINS="others")[1].startswith("9.8.7, but VLLM_PLUGINS is 'others'")
+    assert "expected 0, 1 or strict" in said(SIGMASCALE_PLUGIN="stric")[1]
+    (tmp_path / "vllm" / "model_executor" / "layers" / "attention" / "__init__.py").write_text("")
+    assert "the plugin does not load: ImportError: cannot import name 'Attention'" in said()[1]
+
+
+# The modules of an engine that the plugin hooks.
+ENGINES = {
+    "vllm-9.8.7.dist-info": {"METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 9.8.7\n"},
+    "vllm": {
+        "__init__.py": "",
+        "model_executor/__init__.py": "",
+        "model_executor/layers/__init__.py": "",
+        "model_executor/layers/attention/__init__.py": (
+            "class Attention:\n    def process_weights_after_loading(self): ...\nclass MLAAttention(Attention): ...\n"
+        ),
+        "model_executor/model_loader/__init__.py": "",
+        "model_executor/model_loader/utils.py": "def record_metadata_for_reloading(model): ...\n",
+    },
+}
 
 
 def body(page):

@@ -110,7 +110,7 @@ def test_gradients_follow_those_of_the_seen_operands(name, heads):
     descales = [d.expand(2, -1) for d in row]
     plain = _backends.backend("emulated")
     with torch.no_grad():
-        _, lse, seen = plain.forward(q, k, v, descales, _terms.Terms(True, 128**-0.5), accumulator="f16")
+        _, lse, seen = plain.forward(q, k, v, descales, _terms.Terms(True, 128**-0.5, accumulator="f16"))
         plain = plain.backward(direction, seen, descales, None, lse, _terms.Terms(True, 128**-0.5))[:3]
     errors = [relative(a, b) for a, b in zip(ours, plain)]
     assert max(errors) < 0.01, errors
@@ -132,10 +132,10 @@ def test_the_native_kernel_reports_what_plain_casts_count():
 
 
 def test_counts_of_both_casts_stop_at_the_largest_that_a_word_holds():
-    from sigmascale.torch import _casts
+    from sigmascale.torch import _e4m3
 
     x = torch.full((2, 75, 3, 64), 500.0, device="cuda")
-    for cast in (_casts.cast, _casts.plain_cast):
+    for cast in (_e4m3.cast, _e4m3.plain_cast):
         words = torch.tensor([[0, 0, 0, 0], [0, -9600, -9601, 0], [0, -9599, -5, -1]], dtype=torch.int32, device="cuda")
         cast(x, torch.ones(2, 3, device="cuda"), words)
         assert words[:, 1:].tolist() == [[9600, 9600, 0], [-1, -1, 0], [-1, -1, -1]]
@@ -144,7 +144,7 @@ def test_counts_of_both_casts_stop_at_the_largest_that_a_word_holds():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("d", [64, 80, 128])
 def test_the_fused_cast_gives_the_bits_and_counts_of_plain_pytorch(d, dtype):
-    from sigmascale.torch import _casts
+    from sigmascale.torch import _e4m3
 
     x = (8 * torch.randn(2, 75, 6, d, device="cuda")).to(dtype)
     x[0, 3, 2, 5], x[1, 70, 4, 1] = float("nan"), float("-inf")
@@ -152,7 +152,7 @@ def test_the_fused_cast_gives_the_bits_and_counts_of_plain_pytorch(d, dtype):
     # By 0.02 and its like many values of BF16 fall between two of E4M3, to the last bit of the reciprocal.
     row = torch.tensor([[0.02, 0.025, 1.0]], device="cuda").expand(2, 3)
     words = [torch.zeros(6, 4, dtype=torch.int32, device="cuda") for _ in range(2)]
-    ours, plain = (cast(x, row, word) for cast, word in zip((_casts.cast, _casts.plain_cast), words))
+    ours, plain = (cast(x, row, word) for cast, word in zip((_e4m3.cast, _e4m3.plain_cast), words))
     assert torch.equal(ours.view(torch.uint8) & 0x7F, plain.view(torch.uint8) & 0x7F)
     assert torch.equal(words[0][:, 1:], words[1][:, 1:]) and words[0][:, 1].sum() > 0 and words[0][:, 3].sum() == 2
     finite = [0, 1, 3, 5]

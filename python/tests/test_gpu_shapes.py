@@ -62,7 +62,7 @@ def test_a_capture_of_moving_weights_uploads_nothing():
     layers = [fp8.find_layers(model)[0] for model in models]
     rows = [_layers.entries(layer) for layer in layers]
     engine = _native.ShapeEngine(0, rows[0], True, 0.8)
-    heads = torch.as_tensor(_engine._results.Memory(engine, *engine.results()["heads"], "<f4"), device="cuda")
+    heads = _engine._heads.memory(engine, engine.results()["heads"], torch.float32, torch.device("cuda"))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     kept = torch.zeros(3, heads.numel(), device="cuda")
     with torch.cuda.stream(stream):

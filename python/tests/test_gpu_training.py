@@ -2,13 +2,14 @@
 
 import functools
 
+import plain
 import pytest
 from gpu import libraries, relative, tensors, torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import sigmascale
 import sigmascale.torch as fp8
-from sigmascale.torch import _casts, _ops, _rope, _terms
+from sigmascale.torch import _rope, _terms
 
 OP = torch.ops.sigmascale.attention.default
 
@@ -19,18 +20,9 @@ def rows(n_kv=2, value=0.02):
 
 def exact(q, k, v, row, causal, direction):
     """Output and gradients in f64 from the operands that E4M3 holds."""
-    seen = lambda x, d: (
-        _casts.cast(x.detach(), d.expand(x.shape[0], -1)).double() * _casts.spread(d[None].double(), x.shape[2])
-    )
-    q, k, v = (seen(x, d).requires_grad_(True) for x, d in zip((q, k, v), row))
-    group = q.shape[2] // k.shape[2]
-    heads = lambda x: x.transpose(1, 2)
-    every = lambda x: heads(x.repeat_interleave(group, dim=2))
-    logits = heads(q) @ every(k).transpose(2, 3) * q.shape[3] ** -0.5
-    if causal:
-        logits = logits.masked_fill(_casts.hidden(q.shape[1], k.shape[1], "cuda"), -torch.inf)
-    out = heads(torch.softmax(logits, dim=3).nan_to_num(0.0) @ every(v))
-    return out, torch.autograd.grad(out, (q, k, v), direction.double())
+    held = [plain.held(x, d).detach().requires_grad_(True) for x, d in zip((q, k, v), row)]
+    out, _ = plain.attention(*held, causal=causal)
+    return out, torch.autograd.grad(out, held, direction.double())
 
 
 def leaves(*given):
@@ -164,17 +156,17 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding(heads, d):
     direction, row = torch.randn_like(q), rows(heads[1])
     run = lambda step: torch.autograd.grad(step(q, k, v), (q, k, v), direction)
     plain = run(lambda q, k, v: fp8.attention(q, k, v, row))
-    step = lambda q, k, v: fp8.attention(q, k, v, row, dq_fp8=True)
+    step = lambda q, k, v: fp8.attention(q, k, v, row, gradients="fp8-dq")
     for ours in (run(step), run(torch.compile(step, fullgraph=True))):
         assert 5e-3 < relative(ours[0], plain[0]) < 8e-2, relative(ours[0], plain[0])
         assert all(relative(a, b) < 1e-3 for a, b in zip(ours[1:], plain[1:]))
     q, k, v = leaves(*tensors(1, 64, (2, 2), 136))
-    with pytest.raises(sigmascale.UnsupportedError, match="dq_fp8 is for heads of at most 128 on a GPU, not 136"):
-        fp8.attention(q, k, v, rows(2), dq_fp8=True)
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='fp8-dq' is for heads of at most 128 on a GPU, not 136"):
+        fp8.attention(q, k, v, rows(2), gradients="fp8-dq")
 
 
 @pytest.mark.parametrize(("heads", "d", "d_v"), [((8, 2), 128, 128), ((4, 4), 64, 64), ((2, 1), 128, 72)])
-def test_stabilised_calls_take_delta_from_the_output_before_its_rounding(heads, d, d_v):
+def test_delta_may_be_that_of_the_output_before_its_rounding(heads, d, d_v):
     # Keys share a part, and dO has the sign of the output, so that dQ is what delta's error leaves of it.
     q, k, v = tensors(2, 512, heads, d)
     k[..., :8] += 4.0
@@ -183,19 +175,19 @@ def test_stabilised_calls_take_delta_from_the_output_before_its_rounding(heads, 
     calls = {
         "emulated": lambda q, k, v: fp8.attention(q, k, v, row, backend="emulated", accumulator="f16"),
         "plain": lambda q, k, v: fp8.attention(q, k, v, row),
-        "stabilised": lambda q, k, v: fp8.attention(q, k, v, row, stabilise=True),
+        "unrounded": lambda q, k, v: fp8.attention(q, k, v, row, gradients="unrounded-delta"),
     }
     outs = {name: call(q, k, v) for name, call in calls.items()}
-    assert torch.equal(outs["plain"], outs["stabilised"])
+    assert torch.equal(outs["plain"], outs["unrounded"])
     direction = outs["plain"].detach()
     found = {name: torch.autograd.grad(out, (q, k, v), direction) for name, out in outs.items()}
-    off = {name: relative(found[name][0], found["emulated"][0]) for name in ("plain", "stabilised")}
+    off = {name: relative(found[name][0], found["emulated"][0]) for name in ("plain", "unrounded")}
     # The rest of the error is that of products, which are summed up in another order.
-    assert off["stabilised"] < 0.9 * off["plain"], off
-    assert relative(found["stabilised"][2], found["plain"][2]) < 1e-3
-    compiled = torch.compile(calls["stabilised"], fullgraph=True)(q, k, v)
+    assert off["unrounded"] < 0.9 * off["plain"], off
+    assert relative(found["unrounded"][2], found["plain"][2]) < 1e-3
+    compiled = torch.compile(calls["unrounded"], fullgraph=True)(q, k, v)
     again = torch.autograd.grad(compiled, (q, k, v), direction)
-    assert all(relative(a, b) < 2e-3 for a, b in zip(again, found["stabilised"]))
+    assert all(relative(a, b) < 2e-3 for a, b in zip(again, found["unrounded"]))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -260,10 +252,10 @@ def test_the_operators_pass_the_checks_of_pytorch():
     q, k, v = leaves(*tensors(length=64, heads=(4, 2), d=64))
     descales = [x.expand(2, -1) for x in rows()]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    how = _ops.arguments(_terms.Terms(True, 0.2), "native", "f16")
-    torch.library.opcheck(OP, (q, k, v, *descales, None, True, *how, True), test_utils=checks)
-    out, lse, *saved, _ = (x.detach() for x in OP(q, k, v, *descales, None, False, *how, True))
-    given = (torch.randn_like(out), *saved, *descales, out, lse, *how)
+    terms = _terms.Terms(True, 0.2, accumulator="f16", keeps=_terms.OPERANDS).flat()
+    torch.library.opcheck(OP, (q, k, v, *descales, None, *terms, "native", None, True), test_utils=checks)
+    out, lse, *saved, _ = (x.detach() for x in OP(q, k, v, *descales, None, *terms, "native", None, False))
+    given = (torch.randn_like(out), *saved, *descales, out, lse, *terms, "native")
     torch.library.opcheck(torch.ops.sigmascale.attention_backward.default, given, test_utils=checks[:1] + checks[2:])
 
 

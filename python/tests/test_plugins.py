@@ -99,7 +99,7 @@ class Log:
     def info(self, message, *values):
         self.lines.append((logging.INFO, message % values))
 
-    warning = lambda self, message, *values: self.lines.append((logging.WARNING, message % values))
+    error = lambda self, message, *values: self.lines.append((logging.ERROR, message % values))
 
 
 def follow(engine, *, kept=False, config=None):
@@ -136,10 +136,11 @@ def test_scales_are_those_of_calibrate(packs):
     filled.clear()
     followed.restore(*followed.modules)
     assert list(filled.values()) == expected(2.0)
-    # Nothing new: weights that were packed away keep their scales.
+    # The same weights: scales that others overwrote are set again. Weights that were packed away are not read a second time.
     filled.clear()
     followed.refresh()
-    assert not filled and any("in a form that is not read" in line for _, line in log.lines) == packs
+    assert list(filled.values()) == ([] if packs else expected(2.0))
+    assert any("in a form that is not read" in line for _, line in log.lines) == packs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -187,7 +188,7 @@ def test_captured_graphs_keep_their_scales():
         engine.load_weights(weights(2.0))
         followed.refresh()
     assert not filled and followed.values.keys() == first.keys()
-    assert [line for level, line in log.lines if level == logging.WARNING] == [log.lines[1][1]] and "restart" in log.lines[1][1]
+    assert [line for level, line in log.lines if level == logging.ERROR] == [log.lines[1][1]] and "restart" in log.lines[1][1]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,59 @@ def test_a_model_that_cannot_be_bounded_is_left_alone(change, why):
         engine.process()
         followed.refresh()
     ((level, line),) = log.lines
-    assert level == logging.WARNING and why in line and "Engine" in line and not filled
+    assert level == logging.ERROR and why in line and "Engine" in line and not filled
+
+
+def test_the_error_says_what_is_served():
+    engine = Engine()
+    followed, _, log = follow(engine)
+    engine.load_weights(weights())
+    followed.refresh()
+    followed.leave("a reason")
+    *_, (level, line) = log.lines
+    assert level == logging.ERROR and "served with those of its weights before: a reason" in line
+    _, _, log = follow(Engine(), config=engine.config | {"model_type": "bloom"})
+    assert "served with 1.0, unless its checkpoint has others: " in log.lines[0][1]
+
+
+def test_a_strict_plugin_stops_the_engine(monkeypatch):
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "strict")
+    with pytest.raises(sigmascale.SigmascaleError, match="ALiBi.*SIGMASCALE_PLUGIN=strict stops the engine"):
+        follow(Engine(), config=Engine().config | {"model_type": "bloom"})
+    # New weights whose scales cannot be computed, and those that captured graphs do not follow.
+    for kept, planted, why in [(False, torch.nan, "has a NaN"), (True, 2.0, "captured graphs")]:
+        engine = Engine()
+        followed, filled, _ = follow(engine, kept=kept)
+        engine.load_weights(weights())
+        followed.refresh()
+        assert list(filled.values()) == expected()
+        engine.load_weights(weights(planted))
+        with pytest.raises(sigmascale.SigmascaleError, match=why):
+            followed.refresh()
+
+
+@pytest.mark.parametrize("module", ["vllm", "sglang"])
+def test_an_engine_without_a_place_for_the_plugin_goes_on(module, monkeypatch, caplog):
+    import importlib
+
+    plugin = importlib.import_module(f"sigmascale.{module}")
+
+    def missing():
+        raise ImportError("cannot import name 'Attention'")
+
+    monkeypatch.setattr(plugin, "_hook", missing)
+    plugin.register()
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and record.name == f"{module}.plugins.sigmascale"
+    assert "served with scales of 1.0" in record.message and "cannot import name 'Attention'" in record.message
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "strict")
+    with pytest.raises(sigmascale.SigmascaleError, match="cannot import name"):
+        plugin.register()
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "0")
+    plugin.register()
+    monkeypatch.setenv("SIGMASCALE_PLUGIN", "stric")
+    with pytest.raises(sigmascale.ArgumentError, match="expected 0, 1 or strict"):
+        plugin.register()
 
 
 @pytest.mark.parametrize("named", ["deepseek_yarn", "deepseek_llama_scaling"])
@@ -248,7 +301,7 @@ def test_weights_that_are_quantized_while_loading_are_left_alone():
     engine.process()
     followed.refresh()
     ((level, line),) = log.lines
-    assert level == logging.WARNING and "QuantizesOnline" in line and not filled
+    assert level == logging.ERROR and "QuantizesOnline" in line and not filled
 
 
 @pytest.mark.parametrize("scales", ["tensor", "parts", "channel", "block"])

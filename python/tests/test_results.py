@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sigmascale.torch import _results  # noqa: E402
-from sigmascale.torch._results import Heads, Target  # noqa: E402
+from sigmascale.torch import _heads, _telemetry  # noqa: E402
+from sigmascale.torch._heads import Heads, Target  # noqa: E402
 
 COUNTS = [(4, 2), (4, 2), (6, 3), (8, 1), (4, 2)]
 # The third and the last come as one engine entry a KV head.
@@ -33,18 +33,18 @@ def named(n_kv, layer, rows):
 
 
 def test_consecutive_layers_of_one_kind_are_one_run():
-    found = _results.runs(COUNTS, PARTS)
+    found = _heads.runs(COUNTS, PARTS)
     assert [(run.first, run.count, run.q, run.kv) for run in found] == [
         (0, 2, 0, 0),
         (2, 1, 8, 4),
         (3, 1, 14, 7),
         (4, 1, 22, 8),
     ]
-    assert len(_results.runs([(4, 2)] * 7, [1] * 7)) == 1
+    assert len(_heads.runs([(4, 2)] * 7, [1] * 7)) == 1
 
 
 def test_every_result_goes_to_its_layer_and_leaves_the_rest():
-    every = _results.runs(COUNTS, PARTS)
+    every = _heads.runs(COUNTS, PARTS)
     descales = heads().pad(torch.ones(5, 4, 3), 1)
     members = [0, 1, 4]
     policy = torch.zeros(3, 3, 2)
@@ -56,12 +56,12 @@ def test_every_result_goes_to_its_layer_and_leaves_the_rest():
         "operands": [Target(policy, members)],
         "bounds": [Target(logits), Target(own, members)],
     }
-    for source, target in _results.copies(results, targets, every):
+    for source, target in _heads.copies(results, targets, every):
         target.copy_(source)
     q = 0
     for layer, (n_q, n_kv) in enumerate(COUNTS):
         assert torch.equal(descales[layer, :, :n_kv], named(n_kv, layer, 4))
-        assert (descales[layer, :, n_kv:] == _results.PADDING).all()
+        assert (descales[layer, :, n_kv:] == _heads.PADDING).all()
         assert torch.equal(logits[layer, :n_q], bounds[q : q + n_q, :4]) and (logits[layer, n_q:] == -1).all()
         if layer in members:
             assert torch.equal(policy[members.index(layer)], named(n_kv, layer, 3))
@@ -70,10 +70,10 @@ def test_every_result_goes_to_its_layer_and_leaves_the_rest():
 
 
 def test_equal_layers_take_one_copy_a_target():
-    every = _results.runs([(4, 2)] * 3, [2] * 3)
+    every = _heads.runs([(4, 2)] * 3, [2] * 3)
     values = torch.arange(24.0)
     target = torch.zeros(3, 4, 2)
-    pairs = _results.copies({"heads": values}, {"heads": [Target(target)]}, every)
+    pairs = _heads.copies({"heads": values}, {"heads": [Target(target)]}, every)
     assert len(pairs) == 1
     pairs[0][1].copy_(pairs[0][0])
     # Layer 1: parts of four tensors with one head each.
@@ -90,11 +90,11 @@ def test_statistics_are_folded_by_the_heads_of_each_layer():
     words[0, 11, 0] = bits(7.0)
     words[1, 3, 0], words[1, 4, 1], words[1, 5, 0] = bits(2.0), 9, bits(0.5)
     words[1, 6:] = 99
-    amax, overflows = _results.observed(words, own)
+    amax, overflows = _telemetry.observed(words, own)
     assert amax.tolist() == [[[3.0, 0.0], [0.0, 0.0], [0.0, 7.0]], [[2.0, 0.0], [0.0, 0.0], [0.5, 0.0]]]
     assert overflows[0, 0, 0].tolist() == [1, 0, 0] and overflows[1, 1, 0].tolist() == [9, 0, 0]
     assert int(overflows.sum()) == 10
-    equal = _results.observed(words[:1], heads(counts[:1]))
+    equal = _telemetry.observed(words[:1], heads(counts[:1]))
     assert torch.equal(equal[0], amax[:1]) and torch.equal(equal[1], overflows[:1])
 
 

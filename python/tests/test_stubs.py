@@ -45,6 +45,12 @@ def functions(kind):
                 yield f"{kind.__name__}.{name}", part
 
 
+def test_the_pytorch_part_shows_what_it_offers_and_nothing_else():
+    pytest.importorskip("torch")
+    module = importlib.import_module("sigmascale.torch")
+    assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)
+
+
 @pytest.mark.parametrize(
     "name", ["sigmascale", "sigmascale.rl", "sigmascale.torch", "sigmascale.torch.megatron", "sigmascale.torch.te"]
 )

@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import plain  # noqa: E402
+
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 from sigmascale.torch import _layers, _terms  # noqa: E402
@@ -19,14 +21,6 @@ def operands(batch=2, length=33, heads=(4, 2), d=32, **options):
     return make(heads[0]), make(heads[1]), make(heads[1])
 
 
-def exact(q, k, v, causal):
-    heads = lambda x: x.transpose(1, 2)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        heads(q), heads(k), heads(v), is_causal=causal, enable_gqa=True
-    )
-    return out.transpose(1, 2)
-
-
 def rows(k, value=0.02):
     return [torch.full((k.shape[2],), value) for _ in range(3)]
 
@@ -35,7 +29,7 @@ def rows(k, value=0.02):
 def test_forward_and_gradients_follow_exact_attention(causal):
     q, k, v = operands()
     out, lse = fp8.attention(q, k, v, rows(k), causal=causal, return_lse=True)
-    reference = exact(q, k, v, causal)
+    reference, _ = plain.attention(q, k, v, causal=causal)
     error = lambda a, b: float((a - b).detach().norm() / b.detach().norm())
     assert out.dtype == torch.bfloat16 and lse.shape == (2, 4, 33)
     assert error(out, reference) < 0.06
@@ -49,36 +43,36 @@ def test_forward_and_gradients_follow_exact_attention(causal):
 def test_the_backward_softmax_sums_to_one():
     q, k, v = operands()
     _, lse = fp8.attention(q, k, v, rows(k), return_lse=True)
-    from sigmascale.torch import _casts
+    from sigmascale.torch import _e4m3
 
-    seen = [_casts.cast(x, torch.full((2, 2), 0.02)).float() * 0.02 for x in (q, k)]
+    seen = [_e4m3.cast(x, torch.full((2, 2), 0.02)).float() * 0.02 for x in (q, k)]
     logits = seen[0].transpose(1, 2) @ seen[1].repeat_interleave(2, dim=2).permute(0, 2, 3, 1) * 32**-0.5
-    logits = logits.masked_fill(_casts.hidden(33, 33, "cpu"), float("-inf"))
+    logits = logits.masked_fill(_terms.hidden(33, 33, "cpu"), float("-inf"))
     assert torch.allclose(torch.exp(logits - lse[..., None]).sum(dim=3), torch.ones(2, 4, 33), atol=1e-3)
 
 
 def test_a_descale_that_is_too_small_saturates_and_is_counted():
-    from sigmascale.torch import _casts
+    from sigmascale.torch import _e4m3
 
     words = torch.zeros(2, 4, dtype=torch.int32)
     x = torch.tensor([[1.0, -449.0, 448.0], [470.0, float("nan"), float("-inf")]]).view(1, 1, 2, 3)
-    eight = _casts.cast(x, torch.ones(1, 2), words).float()
+    eight = _e4m3.cast(x, torch.ones(1, 2), words).float()
     assert eight[0, 0, 0].tolist() == [1.0, -448.0, 448.0] and eight[0, 0, 1, 0] == 448.0
     assert words[:, 1:].tolist() == [[1, 0, 0], [1, 1, 2]]
     assert words[0, 0].view(torch.float32) == 449.0
 
 
 def test_counts_stop_at_the_largest_that_a_word_holds():
-    from sigmascale.torch import _casts, _results
+    from sigmascale.torch import _e4m3, _telemetry
 
     words = torch.zeros(1, 4, 4, dtype=torch.int32)
     x = torch.full((1, 4, 1, 8), 500.0)
     # 32 of them overflow; one head stands 31 in front of the end, which reads as a negative int32.
     words[0, 1, 1:] = torch.tensor([-32, -33, 0])
-    _casts.cast(x, torch.ones(1, 1), words[0, 1:2])
-    _casts.cast(x, torch.ones(1, 1), words[0, 2:3])
+    _e4m3.cast(x, torch.ones(1, 1), words[0, 1:2])
+    _e4m3.cast(x, torch.ones(1, 1), words[0, 2:3])
     assert words[0, 1, 1:].tolist() == [-1, -1, 0]
-    _, counts = _results.folded(words, 1, 1)
+    _, counts = _telemetry.folded(words, 1, 1)
     assert counts[0, :, 0].tolist() == [[2**32 - 1, 2**32 - 1, 0], [32, 32, 0], [0, 0, 0]]
 
 

@@ -183,9 +183,9 @@ def test_results_have_the_types_of_the_package(function):
 
 
 def test_operands_in_e4m3_give_an_output_in_bf16():
-    from sigmascale.torch import _casts
+    from sigmascale.torch import _e4m3
 
-    eight = lambda x: _casts.cast(x[None], PLAN[0].expand(1, -1))[0]
+    eight = lambda x: _e4m3.cast(x[None], PLAN[0].expand(1, -1))[0]
     arguments = given("flash_attn_varlen_func")
     plain = run("flash_attn_varlen_func")
     out = run("flash_attn_varlen_func", **{name: eight(arguments[name]) for name in "qkv"})

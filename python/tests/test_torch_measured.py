@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from planned import Planned, layer  # noqa: E402
 
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _backends, _measured  # noqa: E402
+from sigmascale.torch import _measured  # noqa: E402
 
 RECORDS = pathlib.Path(__file__).parents[2] / "benches" / "records"
 
@@ -76,7 +76,7 @@ def operands(length=24, **options):
 
 
 def test_auto_takes_bf16_and_says_why(monkeypatch):
-    monkeypatch.setattr(_backends, "measured", lambda q, v: True)
+    monkeypatch.setattr(_measured, "measured", lambda q, v: True)
     runtime = Planned([layer(heads=(4, 4), d=128)])
     plan = runtime.layers[0]
     q, k, v = (x.requires_grad_(True) for x in operands())
@@ -116,4 +116,4 @@ def test_auto_takes_bf16_and_says_why(monkeypatch):
 
 
 def test_nothing_was_measured_on_the_cpu():
-    assert not _backends.measured(*operands()[:2])
+    assert not _measured.measured(*operands()[:2])

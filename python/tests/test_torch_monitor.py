@@ -192,7 +192,7 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
     grad, out = make(length, n_q).bfloat16(), make(length, n_q).bfloat16()
     options = {"causal": case == "causal"}
     if case == "window":
-        options |= {"causal": True, "window": (9, -1)}
+        options |= {"causal": True, "window_left": 9}
     options |= {"soft_cap": 2.0} if case == "capped" else {}
     options |= {"sinks": torch.randn(n_q, generator=generator)} if case == "sinks" else {}
     if case == "packed":

@@ -1,17 +1,19 @@
 """The operators under autograd, the compiler, the exporter and checkpoints, on the CPU."""
 
+import dataclasses
 import functools
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import plain  # noqa: E402
 from planned import Planned, layer  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _casts, _ops, _terms  # noqa: E402
+from sigmascale.torch import _e4m3, _terms  # noqa: E402
 
 OP, OP_BACKWARD = torch.ops.sigmascale.attention.default, torch.ops.sigmascale.attention_backward.default
 
@@ -31,21 +33,9 @@ def error(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def exact(q, k, v, row, causal):
+def exact(q, k, v, row, **terms):
     """Attention in f64 of the operands that E4M3 holds; casts hand gradients through."""
-
-    def seen(x, descale):
-        descale = descale.expand(x.shape[0], -1)
-        value = _casts.cast(x, descale).double() * _casts.spread(descale, x.shape[2])
-        return x.double() + (value - x.double()).detach()
-
-    q, k, v = (seen(x, d).transpose(1, 2) for x, d in zip((q, k, v), row))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    logits = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
-    if causal:
-        logits = logits.masked_fill(_casts.hidden(q.shape[2], k.shape[2], "cpu"), -torch.inf)
-    weights = torch.softmax(logits, dim=3).nan_to_num(0.0)
-    return (weights @ v).transpose(1, 2)
+    return plain.attention(*(plain.held(x, d) for x, d in zip((q, k, v), row)), **terms)[0]
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -58,7 +48,7 @@ def test_gradients_are_those_of_f64_through_the_casts(seed):
     q, k, v = operands(one(1, 3), length, (group * n_kv, n_kv), 16 * one(1, 5), keys, seed)
     row = rows(n_kv)
     out = fp8.attention(q, k, v, row, causal=causal)
-    reference = exact(q, k, v, row, causal)
+    reference = exact(q, k, v, row, causal=causal)
     direction = torch.randn(out.shape, generator=generator).bfloat16()
     ours = torch.autograd.grad(out, (q, k, v), direction)
     theirs = torch.autograd.grad(reference, (q, k, v), direction.double())
@@ -71,7 +61,7 @@ def test_sums_of_one_sign_are_not_shrunk_where_gradients_are_needed():
     q, k, v = operands(1, 256, (1, 1), 64)
     v = (v.detach() + 3).requires_grad_(True)
     row = [torch.full((1,), value) for value in (0.01, 0.01, 0.02)]
-    out, reference = fp8.attention(q, k, v, row), exact(q, k, v, row, True)
+    out, reference = fp8.attention(q, k, v, row), exact(q, k, v, row)
     assert abs(float((out - reference).mean() / reference.abs().mean())) < 1e-4
     # P in E4M3 is rounded to a sixteenth, P in F16 to a two-thousandth; the rest is the output's own BF16.
     with torch.no_grad():
@@ -85,12 +75,12 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding():
     q, k, v = operands(1, 200, (4, 2), 64)
     direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     run = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, rows(), **how), (q, k, v), direction)
-    plain, ours = run(), run(dq_fp8=True)
-    assert 1e-2 < error(ours[0], plain[0]) < 4e-2, error(ours[0], plain[0])
-    assert torch.equal(ours[1], plain[1]) and torch.equal(ours[2], plain[2])
-    assert torch.equal(fp8.attention(q, k, v, rows(), dq_fp8=True), fp8.attention(q, k, v, rows()))
-    with pytest.raises(sigmascale.UnsupportedError, match="dq_fp8 is for this package's kernels, and emulated"):
-        fp8.attention(q, k, v, rows(), backend="emulated", dq_fp8=True)
+    usual, ours = run(), run(gradients="fp8-dq")
+    assert 1e-2 < error(ours[0], usual[0]) < 4e-2, error(ours[0], usual[0])
+    assert torch.equal(ours[1], usual[1]) and torch.equal(ours[2], usual[2])
+    assert torch.equal(fp8.attention(q, k, v, rows(), gradients="fp8-dq"), fp8.attention(q, k, v, rows()))
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='fp8-dq' is for .* emulated"):
+        fp8.attention(q, k, v, rows(), backend="emulated", gradients="fp8-dq")
 
 
 def test_bytes_and_two_outputs_are_all_that_is_saved():
@@ -104,13 +94,18 @@ def test_bytes_and_two_outputs_are_all_that_is_saved():
     rest = [(torch.bfloat16, shapes[0]), (torch.float32, (2, 4, 33))]
     assert sorted(map(str, kept)) == sorted(map(str, [(torch.uint8, x) for x in shapes] + descales + rest))
     with torch.no_grad():
-        _, _, *kept = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, False, *how(), False)
+        _, _, *kept = called(q, k, v, _terms.Terms(True, 0.2))
     assert len(kept) == 6 and all(x.numel() == 0 for x in kept)
 
 
-def how(causal=True, dq_fp8=False, stabilise=False, **terms):
-    """The operators' arguments behind ``report``."""
-    return _ops.arguments(_terms.Terms(causal, 0.2, **terms), "auto", "f16", dq_fp8=dq_fp8, stabilise=stabilise)
+def called(q, k, v, terms, backend="auto", report=False):
+    """The operator's results."""
+    return OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, *terms.flat(), backend, None, report)
+
+
+def kept(**terms):
+    """Terms of a call with a backward."""
+    return _terms.Terms(**({"causal": True, "scale": 0.2, "accumulator": "f16", "keeps": _terms.OPERANDS} | terms))
 
 
 def spans(*rows):
@@ -123,12 +118,12 @@ def spans(*rows):
 PADDED = spans((4, 33, 4, 33), (33, 60, 33, 60))
 KINDS = {
     "dense": {},
-    "window": {"window": (5, -1)},
-    "two sides": {"causal": False, "window": (3, 7)},
+    "window": {"window_left": 5},
+    "two sides": {"causal": False, "window_left": 3, "window_right": 7},
     "soft-cap": {"soft_cap": 1.5},
     "sinks": {"sinks": True},
     "padded": {"sequences": PADDED},
-    "all": {"window": (5, -1), "soft_cap": 1.5, "sinks": True, "sequences": PADDED},
+    "all": {"window_left": 5, "soft_cap": 1.5, "sinks": True, "sequences": PADDED},
 }
 
 
@@ -140,64 +135,37 @@ def made(kind):
     return terms
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dq in fp8", "stabilised"])
+@pytest.mark.parametrize("kind", [*KINDS, "dq in fp8", "unrounded delta"])
 @pytest.mark.parametrize("report", [False, True])
 def test_the_operators_pass_the_checks_of_pytorch(report, kind):
     q, k, v = operands()
     descales = [x.expand(2, -1) for x in rows()]
-    terms = how(**made(kind)) if kind in KINDS else how(dq_fp8=kind == "dq in fp8", stabilise=kind == "stabilised")
+    keeps = {"dq in fp8": _terms.FP8_DQ, "unrounded delta": _terms.UNROUNDED_DELTA}
+    terms = kept(**made(kind)) if kind in KINDS else kept(keeps=keeps[kind])
+    alone = terms if terms.sinks is None else dataclasses.replace(terms, sinks=terms.sinks.detach())
     for saves in (True, False):
         given = (q, k, v) if saves else tuple(x.detach() for x in (q, k, v))
-        sinks = terms[:1] if saves or terms[0] is None else (terms[0].detach(),)
-        torch.library.opcheck(OP, (*given, *descales, None, report, *sinks, *terms[1:], saves))
-    out, lse, *saved, _ = (x.detach() for x in OP(q, k, v, *descales, None, False, *terms, True))
-    terms = (None if terms[0] is None else terms[0].detach(), *terms[1:])
-    torch.library.opcheck(OP_BACKWARD, (torch.randn_like(out), *saved, *descales, out, lse, *terms))
+        each = terms if saves else dataclasses.replace(alone, keeps=_terms.NOTHING)
+        torch.library.opcheck(OP, (*given, *descales, None, *each.flat(), "auto", None, report))
+    out, lse, *saved, _ = (x.detach() for x in called(q, k, v, terms))
+    torch.library.opcheck(OP_BACKWARD, (torch.randn_like(out), *saved, *descales, out, lse, *alone.flat(), "auto"))
 
 
 def reference(q, k, v, terms, row=None):
-    """Output, log-sum-exp and gradients in f64 of the operands that E4M3 holds, with logits and mask in full."""
-
-    def seen(x, descale):
-        descale = descale.expand(x.shape[0], -1)
-        value = _casts.cast(x, descale).double() * _casts.spread(descale, x.shape[2])
-        return (x.double() + (value - x.double()).detach()).transpose(1, 2)
-
-    q, k, v = (seen(x, d) for x, d in zip((q, k, v), row or rows(k.shape[2])))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    logits = q @ k.transpose(2, 3) * terms.scale
-    if terms.soft_cap:
-        logits = terms.soft_cap * torch.tanh(logits / terms.soft_cap)
-    batch, len_q, len_k = q.shape[0], q.shape[2], k.shape[2]
-    mask = torch.zeros(batch * len_q, batch * len_k, dtype=torch.bool)
-    whole = [(i * len_q, (i + 1) * len_q, i * len_k, (i + 1) * len_k) for i in range(batch)]
-    inside = torch.zeros(batch * len_q, dtype=torch.bool)
-    places = whole if terms.sequences is None else zip(*(x.tolist() for x in terms.sequences.places))
-    for q_start, q_end, k_start, k_end in places:
-        inside[q_start:q_end] = True
-        for row in range(q_start, q_end):
-            at = k_start + row - q_start + (k_end - k_start) - (q_end - q_start)
-            first = k_start if terms.window[0] < 0 else max(k_start, at - terms.window[0])
-            right = 0 if terms.causal else terms.window[1]
-            last = k_end if right < 0 else min(k_end, at + right + 1)
-            mask[row, first : max(first, last)] = True
-    mask = torch.stack([mask[i * len_q : (i + 1) * len_q, i * len_k : (i + 1) * len_k] for i in range(batch)])[:, None]
-    inside = inside.view(batch, 1, len_q)
-    logits = logits.masked_fill(~mask, -torch.inf)
-    if terms.sinks is not None:
-        column = terms.sinks.double().view(1, -1, 1, 1).expand(batch, -1, len_q, 1)
-        logits = torch.cat([logits, column.masked_fill(~inside[..., None], -torch.inf)], dim=3)
-    weights = torch.where(inside[..., None], torch.softmax(logits, dim=3).nan_to_num(0.0), 0.0)[..., :len_k]
-    return (weights @ v).transpose(1, 2), torch.logsumexp(logits, dim=3)
+    """Output and log-sum-exp in f64 of the operands that E4M3 holds."""
+    q, k, v = (plain.held(x, d) for x, d in zip((q, k, v), row or rows(k.shape[2])))
+    given = {"causal": terms.causal, "scale": terms.scale, "window": terms.window, "softcap": terms.soft_cap, "sinks": terms.sinks}
+    if terms.sequences is None:
+        return plain.attention(q, k, v, **given)
+    return plain.packed(q, k, v, zip(*(x.tolist() for x in terms.sequences.places)), **given)
 
 
 @pytest.mark.parametrize("backend", ["native", "emulated"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_term_has_the_values_and_the_gradients_of_f64(kind, backend):
     q, k, v = operands()
-    terms = _terms.Terms(**({"causal": True, "scale": 0.2} | made(kind)))
-    descales = [x.expand(2, -1) for x in rows()]
-    out, lse, *_ = OP(q, k, v, *descales, None, False, *_ops.arguments(terms, backend, "f16"), True)
+    terms = kept(**made(kind))
+    out, lse, *_ = called(q, k, v, terms, backend)
     expected, expected_lse = reference(q, k, v, terms)
     assert error(out, expected) < 3e-3
     outside = expected_lse == -torch.inf
@@ -214,8 +182,8 @@ def test_every_term_has_the_values_and_the_gradients_of_f64(kind, backend):
             hidden = [x.clone() for x in (q, k, v)]
             for x in hidden:
                 x[0, :4] = x[1, 27:] = torch.nan
-            how = _ops.arguments(terms, backend, "f16")
-            again, again_lse, *_, words = OP(*hidden, *descales, None, True, *how, False)
+            inference = dataclasses.replace(terms, keeps=_terms.NOTHING)
+            again, again_lse, *_, words = called(*hidden, inference, backend, report=True)
         assert torch.equal(again, out) and torch.equal(again_lse, lse) and not words[4:, 3].any()
 
 
@@ -231,7 +199,7 @@ def repeated(copies=3, tokens=16):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_stabilised_calls_take_delta_from_the_output_before_its_rounding(sinks):
+def test_delta_may_be_that_of_the_output_before_its_rounding(sinks):
     q, k, v = repeated()
     row = [x.detach().abs().amax(dim=(0, 1, 3))[:2] / 448 for x in (q, k, v)]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if sinks else None
@@ -242,19 +210,19 @@ def test_stabilised_calls_take_delta_from_the_output_before_its_rounding(sinks):
         return error(gradients[0], theirs[0])
 
     call = lambda **how: fp8.attention(q, k, v, row, causal=False, sinks=sinks, **how)
-    plain, stabilised = call(), call(stabilise=True)
-    assert torch.equal(plain, stabilised), "the output itself does not change"
+    rounded, unrounded = call(), call(gradients="unrounded-delta")
+    assert torch.equal(rounded, unrounded), "the output itself does not change"
     want, _ = reference(q, k, v, terms, row)
-    direction = plain.detach()
+    direction = rounded.detach()
     theirs = torch.autograd.grad(want, leaves, direction.double())
     ours = {
         name: torch.autograd.grad(out, leaves, direction)
-        for name, out in (("plain", plain), ("stabilised", stabilised), ("emulated", call(backend="emulated")))
+        for name, out in (("rounded", rounded), ("unrounded", unrounded), ("emulated", call(backend="emulated")))
     }
-    assert off(ours["stabilised"]) < 0.3 * off(ours["plain"]), {name: off(x) for name, x in ours.items()}
-    assert off(ours["emulated"]) < 0.3 * off(ours["plain"]), "its delta is that of P and dP"
+    assert off(ours["unrounded"]) < 0.3 * off(ours["rounded"]), {name: off(x) for name, x in ours.items()}
+    assert off(ours["emulated"]) < 0.3 * off(ours["rounded"]), "its delta is that of P and dP"
     if sinks is not None:
-        assert error(ours["stabilised"][3], theirs[3]) <= error(ours["plain"][3], theirs[3])
+        assert error(ours["unrounded"][3], theirs[3]) <= error(ours["rounded"][3], theirs[3])
 
 
 def test_a_plan_may_ask_for_it_and_calls_that_cannot_say_so():
@@ -262,16 +230,16 @@ def test_a_plan_may_ask_for_it_and_calls_that_cannot_say_so():
     q, k, v = operands()
     plan = runtime.layers[0]
     grads = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, plan, **how).float().square().sum(), q)[0]
-    plain, asked = grads(), grads(stabilise=True)
-    assert not torch.equal(plain, asked)
-    plan.stabilise = True
+    usual, asked = grads(), grads(gradients="unrounded-delta")
+    assert not torch.equal(usual, asked)
+    plan.unrounded_delta = True
     assert torch.equal(grads(), asked)
     with pytest.raises(sigmascale.ArgumentError, match="leave one of the two out"):
-        grads(dq_fp8=True)
-    with pytest.raises(sigmascale.ArgumentError, match="stabilise is for the accumulator 'f16', not 'fp8-256'"):
+        grads(gradients="fp8-dq")
+    with pytest.raises(sigmascale.ArgumentError, match="gradients='unrounded-delta' is for the accumulator 'f16', not 'fp8-256'"):
         grads(accumulator="fp8-256")
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    with pytest.raises(sigmascale.UnsupportedError, match="stabilise is for this package's attention, .* dropout 0.1"):
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='unrounded-delta' is for this package's attention, .* dropout 0.1"):
         fp8.scaled_dot_product_attention(*heads, dropout_p=0.1, enable_gqa=True, plan=plan, fallback="bf16")
     # Without gradients nothing changes, and nothing is refused.
     with torch.no_grad():
@@ -339,14 +307,14 @@ def test_exported_calls_run_without_their_runtime(strict):
 def test_checkpoints_recompute_by_the_same_descales_or_not_at_all():
     runtime = Planned([layer()] * 2)
     call, (q, k, v) = two_layers(runtime.layers), operands()
-    plain = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
+    usual = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
     runs = lambda: sum(sum(counter.values()) for counter in runtime.calls)
     contexts = functools.partial(create_selective_checkpoint_contexts, [OP])
     for options, extra in [({}, 4), ({"context_fn": contexts}, 2)]:
         before = runs()
         out = checkpoint(call, q, k, v, use_reentrant=False, **options)
         again = torch.autograd.grad(out.square().sum(), (q, k, v))
-        assert all(torch.equal(a, b) for a, b in zip(again, plain)) and runs() - before == extra
+        assert all(torch.equal(a, b) for a, b in zip(again, usual)) and runs() - before == extra
 
 
 def test_what_a_selective_checkpoint_keeps_is_counted_once():
@@ -366,7 +334,7 @@ def test_what_a_selective_checkpoint_keeps_is_counted_once():
 def test_operands_in_e4m3_are_taken_as_they_are():
     q, k, v = (x.detach() for x in operands())
     row = rows()
-    eight = [_casts.cast(x, d.expand(2, -1)) for x, d in zip((q, k, v), row)]
+    eight = [_e4m3.cast(x, d.expand(2, -1)) for x, d in zip((q, k, v), row)]
     assert torch.equal(fp8.attention(*eight, row), fp8.attention(q, k, v, row))
     with pytest.raises(ValueError, match="one type"):
         fp8.attention(q, *eight[1:], row)
@@ -382,7 +350,8 @@ def test_operands_in_e4m3_are_taken_as_they_are():
         ("accumulator 256 must be", {"accumulator": 256}),
         ("fallback 'fp32' must be", {"fallback": "fp32"}),
         ("has an accumulator of its own", {"accumulator": "f16", "backend": "fa3"}),
-        ("dq_fp8 is for the accumulator 'f16'", {"accumulator": "fp8-256", "dq_fp8": True}),
+        ("gradients='fp8-dq' is for the accumulator 'f16'", {"accumulator": "fp8-256", "gradients": "fp8-dq"}),
+        ("gradients 'fp8' must be 'fp8-dq', 'unrounded-delta' or None", {"gradients": "fp8"}),
     ],
 )
 def test_choices_that_are_none_are_refused(message, options):
@@ -393,16 +362,14 @@ def test_choices_that_are_none_are_refused(message, options):
 
 def test_the_operator_without_saved_operands_says_why_it_has_no_gradient():
     q, k, v = operands()
-    out, *_ = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, False, *how(), False)
-    with pytest.raises(RuntimeError, match="save=True"):
+    out, *_ = called(q, k, v, _terms.Terms(True, 0.2))
+    with pytest.raises(RuntimeError, match="keeps='operands'"):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("d", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_the_kernels_offer_every_term(d):
+def test_the_kernels_offer_heads_up_to_256():
     from sigmascale import _native
 
-    for terms in range(16):
-        given = [bool(terms >> i & 1) for i in range(4)]
-        assert _native.Attention.offers(*d, True, *given) and _native.Attention.offers(*d, False, *given)
-    assert not _native.Attention.offers(264, 264, True, False, False, False, False)
+    for d in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
+        assert _native.Attention.offers(*d)
+    assert not _native.Attention.offers(264, 264) and not _native.Attention.offers(64, 60)

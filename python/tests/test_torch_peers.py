@@ -48,7 +48,7 @@ def test_calls_have_the_tokens_and_operations_of_their_kind(monkeypatch):
 def test_casts_of_peers_turn_as_rope_does(monkeypatch):
     peers, rope = script("peers", monkeypatch), pytest.importorskip("sigmascale.torch._rope")
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
-    casts, x, one = peers._casts(), torch.randn(2, 5, 3, 16), torch.ones(())
+    casts, x, one = peers._e4m3(), torch.randn(2, 5, 3, 16), torch.ones(())
     cosine, sine = (f(torch.arange(40).reshape(5, 8) * 0.3) for f in (torch.cos, torch.sin))
     tables = cosine[None, :, None], sine[None, :, None]
     turned = rope.turn(x, cosine, sine, False)

@@ -1,6 +1,7 @@
 """The types of results name the keys and the values that results have: neither can drift from the command's JSON."""
 
 import ast
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -11,7 +12,7 @@ import typing
 import pytest
 
 import sigmascale
-from sigmascale import _types
+from sigmascale import _native, _parameters, _types
 
 if sys.version_info >= (3, 11):
     from typing import get_type_hints
@@ -143,3 +144,26 @@ def test_a_strict_checker_knows_the_keys():
     first = USE.count("\n") + 1
     lines = {int(line.split(":")[1]) for line in printed.splitlines() if ": error:" in line}
     assert status == 1 and lines == set(range(first, first + len(WRONG))), printed
+
+
+def test_literals_are_the_names_of_the_native_half():
+    names = [policy["name"] for policy in _parameters.DEFAULTS["policies"]]
+    assert list(typing.get_args(_types.Policy)) == names
+    tail = dataclasses.asdict(sigmascale.Tail())
+    choices = {"auto-c": ("pooling", _types.Pooling), "delayed-te": ("algorithm", _types.AmaxAlgorithm)}
+    choices |= {name: choices.get(name, ("granularity", _types.Granularity)) for name in names}
+    for name, (parameter, literal) in choices.items():
+        for value in typing.get_args(literal):
+            assert json.loads(_native.policy(name, json.dumps({parameter: value}), tail))[parameter] == value
+        # Serde names all that it knows.
+        with pytest.raises(sigmascale.ArgumentError) as refused:
+            _native.policy(name, json.dumps({parameter: "none"}), tail)
+        assert all(f"`{value}`" in str(refused.value) for value in typing.get_args(literal))
+        assert str(refused.value).count("`") == 2 * (1 + len(typing.get_args(literal)))
+
+
+def test_parameters_of_policies_are_by_default_those_of_the_native_half():
+    defaults = {policy["name"]: policy["parameters"] for policy in _parameters.DEFAULTS["policies"]}
+    for policy in (sigmascale.AutoC(), sigmascale.DelayedPaper(), sigmascale.DelayedTe()):
+        name, parameters = _parameters.named(policy)
+        assert json.loads(parameters).items() <= defaults[name].items()

@@ -33,6 +33,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 use sigmascale::cuda::{self, Device};
 use std::process::ExitCode;
 use std::sync::OnceLock;
+use std::time::Instant;
 
 fn main() -> ExitCode {
     if std::env::var_os(lost::LOSE).is_some() {
@@ -69,11 +70,16 @@ pub fn device() -> &'static Device {
 /// A case that panics when it fails, and is ignored where it cannot run.
 fn case(path: &str, run: fn()) -> Trial {
     let name = path.split_once("::").map_or(path, |(_, name)| name).to_owned();
+    let shown = name.clone();
     Trial::ignorable_test(name, move || {
         if let Some(reason) = missing() {
             return Ok(Completion::ignored_with(reason));
         }
+        let start = Instant::now();
         run();
+        if std::env::var_os("SIGMASCALE_TEST_TIMES").is_some() {
+            eprintln!("ran {shown} in {:.1} s", start.elapsed().as_secs_f64());
+        }
         Ok(Completion::Completed)
     })
 }

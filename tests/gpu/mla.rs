@@ -31,7 +31,7 @@ struct Model {
     vectors: Vec<String>,
 }
 
-fn config(sizes: [usize; 8], extra: &Value) -> Value {
+pub fn config(sizes: [usize; 8], extra: &Value) -> Value {
     let [d, heads, q_rank, rank, nope, rope, value, layers] = sizes;
     let mut config = json!({"model_type": "deepseek_v3", "hidden_size": d, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": q_rank, "kv_lora_rank": rank,
@@ -97,7 +97,7 @@ impl Model {
     }
 }
 
-fn compare(name: &str, config: &Value, dtype: Dtype) {
+pub fn compare(name: &str, config: &Value, dtype: Dtype) {
     let (model, stream) = (Model::new(config, dtype, 5), device().stream().unwrap());
     let engine = model.engine();
     for _ in 0..2 {

@@ -44,7 +44,7 @@ fn column(view: &MatrixView<'_>, channel: usize, d: usize) -> Vec<f64> {
     x
 }
 
-fn check(name: &str, layer: &Layer) {
+pub fn check(name: &str, layer: &Layer) {
     let (case, input, weights) = (&layer.case, &layer.input, layer.weights());
     let (d, r) = (case.d, case.r);
     // SAFETY: `layer` holds the memory.

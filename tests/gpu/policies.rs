@@ -289,6 +289,21 @@ fn every_policy_plans_the_bits_of_the_host() {
     assert!(frozen > 20 && fell > 20 && skipped > 100, "the steps did not reach every transition");
 }
 
+/// A few steps of every policy, for compute-sanitizer.
+pub fn a_few_steps() {
+    let spec = heterogeneous(&[(8, 2), (3, 3), (40, 20)]);
+    for granularity in [Granularity::Head, Granularity::Layer] {
+        for config in with_granularity(granularity) {
+            let mut rng = StdRng::seed_from_u64(17);
+            let mut pair = Pair::new(&spec, config, &mut rng);
+            for step in 0..3 {
+                pair.step(&spec, step, if step == 2 { 1.5 } else { 0.05 }, &mut rng);
+            }
+            pair.same_state(3);
+        }
+    }
+}
+
 fn a_long_burn_in_keeps_several_ratios() {
     // 128 logit ratios per step: after 160 steps three of the largest decide.
     a_burn_in_keeps(&model(2, 64, 8), Pooling::Model, &[3, 3]);

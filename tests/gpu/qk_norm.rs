@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::Descale;
 use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
-use sigmascale::cuda::{Buffer, DevicePtr};
+use sigmascale::cuda::{Buffer, DevicePtr, Stream};
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::device::scale::{DeviceWeights, Dtype, LayerInput, QkNormInput, QkNormSide, ScaleEngine};
 use sigmascale::device::{DeviceBounds, scale_engine};
@@ -51,7 +51,7 @@ pub const PLAIN: Form = Form {
     behind: false,
 };
 
-fn forms() -> Vec<Form> {
+pub fn forms() -> Vec<Form> {
     vec![
         PLAIN,
         Form { gain: GainForm::OnePlus, ..PLAIN },
@@ -172,30 +172,35 @@ fn bounds_are_the_cpus() {
     let (stream, lone) = (device().stream().unwrap(), DeviceBounds::open().unwrap());
     for (i, case) in shapes().iter().enumerate() {
         for (j, form) in forms().into_iter().enumerate() {
-            let name = format!("{} {j}", case.name);
-            let layer = Normalised::new(case, form, (10 * i + j) as u64);
-            let (engine, truth) = (layer.engine(), layer.truth());
-            engine.plan(&stream).unwrap();
-            compare(&name, &read(&layer.spec, &engine, 0), &truth);
-            assert_eq!(engine.status().read().unwrap()[0], 0);
-            compare(&name, &lone.layer(&layer.spec, layer.weights(), &Tail::default()).unwrap(), &truth);
-            // The descales are those of the bounds, and the largest of each tensor stands apart.
-            let (descales, bounds) = (engine.head_descales().read().unwrap(), engine.operand_bounds().read().unwrap());
-            let cover = |bound: f64, target: f64| Descale::covering(bound, target).unwrap().get();
-            for (descale, bound) in descales.iter().zip(&bounds).take(2 * case.n_kv) {
-                assert_eq!(*descale, cover(f64::from(*bound), E4M3_MAX));
-            }
-            for (which, row) in descales.chunks(case.n_kv).enumerate() {
-                assert_eq!(engine.tensor_descales().read().unwrap()[which], row.iter().copied().fold(0.0, f32::max));
-            }
-            for head in engine.head_bounds().unwrap().read().unwrap() {
-                assert_eq!(head.descale, cover(f64::from(head.rounded), DEFAULT_ETA * E4M3_MAX));
-            }
-            // Operand descales alone are the same.
-            engine.descales(&stream).unwrap();
-            assert_eq!(engine.head_descales().read().unwrap(), descales);
+            bounds_of_one(case, form, (10 * i + j) as u64, &stream, &lone);
         }
     }
+}
+
+/// Bounds and descales of one layer, by an engine and by themselves.
+pub fn bounds_of_one(case: &Case, form: Form, seed: u64, stream: &Stream, lone: &DeviceBounds) {
+    let name = format!("{} {seed}", case.name);
+    let layer = Normalised::new(case, form, seed);
+    let (engine, truth) = (layer.engine(), layer.truth());
+    engine.plan(stream).unwrap();
+    compare(&name, &read(&layer.spec, &engine, 0), &truth);
+    assert_eq!(engine.status().read().unwrap()[0], 0);
+    compare(&name, &lone.layer(&layer.spec, layer.weights(), &Tail::default()).unwrap(), &truth);
+    // The descales are those of the bounds, and the largest of each tensor stands apart.
+    let (descales, bounds) = (engine.head_descales().read().unwrap(), engine.operand_bounds().read().unwrap());
+    let cover = |bound: f64, target: f64| Descale::covering(bound, target).unwrap().get();
+    for (descale, bound) in descales.iter().zip(&bounds).take(2 * case.n_kv) {
+        assert_eq!(*descale, cover(f64::from(*bound), E4M3_MAX));
+    }
+    for (which, row) in descales.chunks(case.n_kv).enumerate() {
+        assert_eq!(engine.tensor_descales().read().unwrap()[which], row.iter().copied().fold(0.0, f32::max));
+    }
+    for head in engine.head_bounds().unwrap().read().unwrap() {
+        assert_eq!(head.descale, cover(f64::from(head.rounded), DEFAULT_ETA * E4M3_MAX));
+    }
+    // Operand descales alone are the same.
+    engine.descales(stream).unwrap();
+    assert_eq!(engine.head_descales().read().unwrap(), descales);
 }
 
 fn layers_may_rotate_differently() {

@@ -70,10 +70,15 @@ fn compare(name: &str, places: &[Vec<LayerInput>]) {
 
 fn weights_that_move_give_the_bits_of_an_engine_over_them() {
     for (i, case) in cases().iter().enumerate().filter(|(i, _)| i % 2 == 0) {
-        let layers: Vec<Layer> = (0..3).map(|j| Layer::new(case, 7000 + 3 * i as u64 + j)).collect();
-        let places: Vec<_> = layers.iter().map(|layer| vec![layer.input]).collect();
-        compare(&case.name, &places);
+        three_places(case, 7000 + 3 * i as u64);
     }
+}
+
+/// Weights of one case at three places.
+pub fn three_places(case: &Case, seed: u64) {
+    let layers: Vec<Layer> = (0..3).map(|i| Layer::new(case, seed + i)).collect();
+    let places: Vec<_> = layers.iter().map(|layer| vec![layer.input]).collect();
+    compare(&case.name, &places);
 }
 
 fn norms_of_q_and_k_move_too() {

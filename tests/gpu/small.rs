@@ -1,27 +1,37 @@
-//! One case per kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
-//! compute-sanitizer is run on, which is too slow for the rest. Racecheck follows an arrival at a barrier by the accesses of the
-//! arriving thread alone, so for it every lane arrives: `SIGMASCALE_EVERY_LANE=1 compute-sanitizer --tool racecheck gpu small`.
+//! Small cases of every kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
+//! compute-sanitizer is run on, which is too slow for the rest (`.ci/gpu`). A name begins with its family; those of attention are in
+//! `attention/small.rs`. Racecheck follows an arrival at a barrier by the accesses of the arriving thread alone, so for it every lane
+//! arrives: `SIGMASCALE_EVERY_LANE=1 compute-sanitizer --tool racecheck gpu small::forward`.
 
 use crate::device;
-use crate::engine::{LOGIT_BELOW, OPERAND_ABOVE, operands, ratio};
+use crate::engine::{LOGIT_BELOW, OPERAND_ABOVE, compare, operands, ratio};
 use crate::weights::{Case, Kind, Layer, Layout};
+use crate::{frobenius, mla, norms, policies, qk_norm, shapes};
+use sigmascale::device::DeviceBounds;
 use sigmascale::device::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::spectral::{self, GramEngine, PowerState, SpectralEngine};
 
 tests![
-    one_rounded_product,
-    two_products_with_a_mean,
-    two_products_along_channels,
-    two_products_with_a_mean_along_channels,
-    heads_of_256,
-    two_heads_of_f32,
-    a_head_of_f32,
-    without_tensor_cores,
-    a_power_step,
-    a_power_step_along_channels,
-    a_summed_power_step,
-    a_summed_power_step_along_channels,
+    grams_rounded,
+    grams_split_with_a_mean,
+    grams_split_along_channels,
+    grams_split_with_a_mean_along_channels,
+    grams_wide,
+    grams_wide_of_two_heads,
+    grams_wide_of_f32,
+    grams_generic,
+    power_heads,
+    power_heads_along_channels,
+    power_sum,
+    power_sum_along_channels,
+    norms_of_every_storage,
+    frobenius_norms,
+    products_without_rotation,
+    qk_norm_bounds,
+    addresses_that_move,
+    latent_descales,
+    policy_steps,
 ];
 
 fn rounded() -> Case {
@@ -104,28 +114,28 @@ fn plan(case: Case, route: GramRoute, near: Near) {
     }
 }
 
-fn one_rounded_product() {
+fn grams_rounded() {
     plan(rounded(), GramRoute::Rounded, ROUNDED);
 }
 
-fn two_products_with_a_mean() {
+fn grams_split_with_a_mean() {
     plan(fixed(), GramRoute::Split, EXACT);
 }
 
-fn two_products_along_channels() {
+fn grams_split_along_channels() {
     let case = Case::new("along channels", (8192, 80), (8, 4));
     plan(Case { dtype: Dtype::F16, layout: Layout::Conv1d, ..case }, GramRoute::Split, EXACT);
 }
 
-fn two_products_with_a_mean_along_channels() {
+fn grams_split_with_a_mean_along_channels() {
     plan(Case { layout: Layout::Conv1d, ..fixed() }, GramRoute::Split, EXACT);
 }
 
-fn heads_of_256() {
+fn grams_wide() {
     plan(Case::new("heads of 256", (4096, 256), (6, 2)), GramRoute::Wide, ROUNDED);
 }
 
-fn two_heads_of_f32() {
+fn grams_wide_of_two_heads() {
     plan(
         Case { dtype: Dtype::F32, rotary: 32, ..Case::new("two heads", (2048, 64), (20, 10)) },
         GramRoute::Wide,
@@ -133,13 +143,13 @@ fn two_heads_of_f32() {
     );
 }
 
-fn a_head_of_f32() {
+fn grams_wide_of_f32() {
     // And few directions, which the Frobenius bound follows to the end.
     let case = Case { dtype: Dtype::F32, kind: Kind::Uneven, ..Case::new("a head", (4096, 128), (6, 3)) };
     plan(case, GramRoute::Wide, ROUNDED);
 }
 
-fn without_tensor_cores() {
+fn grams_generic() {
     let case = Case::new("plain", (200, 192), (2, 1));
     plan(Case { layout: Layout::Conv1d, layer_norm: true, biases: true, ..case }, GramRoute::Generic, EXACT);
 }
@@ -165,11 +175,11 @@ fn step(case: Case) {
     }
 }
 
-fn a_power_step() {
+fn power_heads() {
     step(Case { rotary: 0, ..rounded() });
 }
 
-fn a_power_step_along_channels() {
+fn power_heads_along_channels() {
     step(Case { layout: Layout::Conv1d, ..fixed() });
 }
 
@@ -192,10 +202,60 @@ fn sum(case: Case) {
     }
 }
 
-fn a_summed_power_step() {
+fn power_sum() {
     sum(Case { rotary: 0, ..rounded() });
 }
 
-fn a_summed_power_step_along_channels() {
+fn power_sum_along_channels() {
     sum(Case { layout: Layout::Conv1d, ..fixed() });
+}
+
+fn norms_of_every_storage() {
+    // Rows of 16 bytes in both directions, several blocks a head, and what no copy takes.
+    for (case, seed) in [
+        (Case::new("rows", (1024, 128), (2, 1)), 5),
+        (
+            Case { layer_norm: true, biases: true, layout: Layout::Conv1d, ..Case::new("columns", (1024, 64), (3, 3)) },
+            6,
+        ),
+        (Case { dtype: Dtype::F32, ..Case::new("f32", (200, 24), (2, 2)) }, 7),
+    ] {
+        norms::check(&case.name, &Layer::new(&case, seed));
+    }
+}
+
+fn frobenius_norms() {
+    frobenius::norms_of(&Case { kind: Kind::Uneven, ..Case::new("uneven", (400, 64), (4, 2)) }, 8);
+    frobenius::norms_of(&Case::new("gaussian", (512, 128), (2, 1)), 9);
+}
+
+fn products_without_rotation() {
+    for r in [64, 136, 256] {
+        let bad = compare(&Case { rotary: 0, ..Case::new("products", (512, r), (4, 2)) }, 10);
+        assert!(bad.is_empty(), "{}", bad.join("\n"));
+    }
+}
+
+fn qk_norm_bounds() {
+    let (stream, lone) = (device().stream().unwrap(), DeviceBounds::open().unwrap());
+    for form in qk_norm::forms() {
+        qk_norm::bounds_of_one(&Case::new("qwen3", (256, 128), (8, 2)), form, 11, &stream, &lone);
+    }
+}
+
+fn addresses_that_move() {
+    shapes::three_places(&Case::new("rotated", (512, 128), (4, 2)), 12);
+    shapes::three_places(&Case { dtype: Dtype::F32, layout: Layout::Fused, ..Case::new("f32", (384, 64), (3, 3)) }, 15);
+}
+
+fn latent_descales() {
+    for dtype in [Dtype::Bf16, Dtype::F32] {
+        for sizes in [[512, 2, 96, 64, 64, 32, 64, 2], [200, 3, 44, 36, 18, 10, 26, 1]] {
+            mla::compare("small", &mla::config(sizes, &serde_json::json!({})), dtype);
+        }
+    }
+}
+
+fn policy_steps() {
+    policies::a_few_steps();
 }

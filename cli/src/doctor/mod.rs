@@ -5,6 +5,7 @@ mod gpu;
 mod report;
 
 use super::output::OutputArgs;
+pub use report::Fact;
 use report::{Cache, Cpu, Report};
 use sigmascale::Result;
 use sigmascale::model::preset_names;
@@ -19,7 +20,7 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn run(args: Args) -> Result<()> {
+pub fn run(args: Args, plugins: Vec<Fact>) -> Result<()> {
     args.output.check()?;
     let (gpu, cache_folder) = gpu::found();
     let report = Report {
@@ -28,6 +29,7 @@ pub fn run(args: Args) -> Result<()> {
         cpu: cpu(),
         gpu,
         cache: cache(cache_folder),
+        plugins,
     };
     args.output.write(&report, table)
 }
@@ -120,6 +122,13 @@ fn table(report: &Report) -> String {
         "not available; only bench and --device cuda need one"
     };
     line("gpu", gpu.to_owned());
+    if report.plugins.is_empty() {
+        line("plugins", "those of vLLM and SGLang come with the Python package, whose command reports them".to_owned());
+    }
+    for plugin in &report.plugins {
+        let mark = if plugin.found { "" } else { "not used: " };
+        line(&plugin.name, format!("{mark}{}", plugin.value));
+    }
     for advice in &report.gpu.advice {
         line("to do", advice.clone());
     }

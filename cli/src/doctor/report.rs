@@ -11,6 +11,8 @@ pub(super) struct Report {
     pub cpu: Cpu,
     pub cache: Cache,
     pub gpu: Gpu,
+    /// Of serving engines, in the Python environment of the command; none of a command without one.
+    pub plugins: Vec<Fact>,
 }
 
 #[derive(Serialize)]
@@ -44,9 +46,12 @@ pub(super) struct Gpu {
     pub advice: Vec<String>,
 }
 
+/// One thing that was looked for.
 #[derive(Serialize)]
-pub(super) struct Fact {
+pub struct Fact {
+    /// What.
     pub name: String,
+    /// Whether it is there and works.
     pub found: bool,
     /// What was found, or what is missing and what to do.
     pub value: String,

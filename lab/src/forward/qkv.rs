@@ -410,7 +410,7 @@ mod tests {
         let error = project(&shared, &owned.weights(), &tokens).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("those of layer 0"), "{error}");
         let mut latent = spec.clone();
-        latent.layers[1].mla = preset("deepseek-v3").unwrap().layers[1].mla.clone();
+        latent.layers[1].mla = preset("deepseek-v3").unwrap().layers[1].mla;
         let error = project(&latent, &owned.weights(), &tokens).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("MLA"), "{error}");
     }

@@ -12,9 +12,9 @@ Megatron-Core: :mod:`sigmascale.torch.megatron`. A run is recorded by :class:`Mo
 """
 
 # ruff: noqa: E402
-from .._arguments import pytorch
+from .. import _arguments
 
-pytorch("sigmascale.torch")
+_arguments.pytorch("sigmascale.torch")
 
 from . import megatron, te
 from ._attach import attach

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._parameters import Tail
-    from ._hints import Backend, Bound, Fallback, Group, Layers, Policy, Telemetry
+    from ._typing import Backend, Bound, Fallback, Group, Layers, Policy, Telemetry
 
 
 def attach(

@@ -18,12 +18,12 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope
-from ._casts import E4M3, dequantised
+from ._e4m3 import E4M3, dequantised
 from ._plan import LayerPlan
-from ._terms import Terms
+from ._terms import FP8_DQ, NOTHING, OPERANDS, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
-    from ._hints import Backend, Fallback, Plan, Rotation
+    from ._typing import Backend, Fallback, Gradients, Plan, Rotation
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -46,8 +46,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    dq_fp8: bool = False,
-    stabilise: bool = False,
+    gradients: Gradients = None,
     rope: Rotation | None = None,
 ) -> torch.Tensor: ...
 
@@ -68,8 +67,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    dq_fp8: bool = False,
-    stabilise: bool = False,
+    gradients: Gradients = None,
     rope: Rotation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -89,8 +87,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    dq_fp8: bool = False,
-    stabilise: bool = False,
+    gradients: Gradients = None,
     rope: Rotation | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
@@ -114,12 +111,11 @@ def attention(
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
     where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
 
-    ``dq_fp8``: the backward computes dQ by a product in FP8, for heads of at most 128 on a GPU. A step is about 3 %
-    faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
-
-    ``stabilise``: where gradients are needed, keeps what the rounding of the output to bfloat16 took, and takes delta from
-    the output before it (2 bytes more per element of the output from forward to backward). The error of delta, which has one
-    sign where row maxima repeat and made trainings diverge, is gone then. For single layers set ``plan.stabilise``.
+    ``gradients``: how the backward computes dQ, of the two below or as usual. ``"fp8-dq"``: by a product in FP8, for heads
+    of at most 128 on a GPU. A step is about 3 % faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's
+    descale is far above what V needs. ``"unrounded-delta"``: from the output before its rounding to bfloat16. The forward
+    keeps what the rounding took (2 bytes more per element of the output from forward to backward). The error of delta, which
+    has one sign where row maxima repeat and made trainings diverge, is gone then. ``plan.unrounded_delta`` sets it for a layer.
 
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
@@ -141,7 +137,7 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
         rope=rope,
-        how=How(backend, accumulator, fallback, bool(dq_fp8), bool(stabilise)),
+        how=How(backend, accumulator, fallback, gradients),
     )
     out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
@@ -154,19 +150,18 @@ class How:
     backend: str | None = None
     accumulator: str | None = None
     fallback: str | None = None
-    dq_fp8: bool = False
-    stabilise: bool = False
+    gradients: str | None = None
 
     def __post_init__(self):
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
-        if self.dq_fp8 and given not in (None, "f16"):
-            raise ArgumentError(f"dq_fp8 is for the accumulator 'f16', not {given!r}: leave one of the two out")
-        if self.stabilise and self.dq_fp8:
-            raise ArgumentError("dq_fp8 takes delta from the rounded output, and stabilise does not: leave one of the two out")
-        if self.stabilise and given not in (None, "f16"):
-            raise ArgumentError(f"stabilise is for the accumulator 'f16', not {given!r}: leave one of the two out")
+        if self.gradients not in (None, FP8_DQ, UNROUNDED_DELTA):
+            raise ArgumentError(f"gradients {self.gradients!r} must be {FP8_DQ!r}, {UNROUNDED_DELTA!r} or None")
+        if self.gradients is not None and given not in (None, "f16"):
+            raise ArgumentError(
+                f"gradients={self.gradients!r} is for the accumulator 'f16', not {given!r}: leave one of the two out"
+            )
         if given is None or given == "f16":
             return
         keys = given[4:] if isinstance(given, str) and given.startswith("fp8-") else ""
@@ -220,40 +215,57 @@ def attend(
     """
     q, k, v = lowered(q, k, v)
     check(q, k, v, sequences)
-    if isinstance(plan, LayerPlan) and plan.stabilise and not how.stabilise:
-        how = dataclasses.replace(how, stabilise=True)
+    if isinstance(plan, LayerPlan) and plan.unrounded_delta and how.gradients != UNROUNDED_DELTA:
+        if how.gradients is not None:
+            raise ArgumentError(
+                f"gradients={how.gradients!r} takes delta from the rounded output, and the plan of {plan.name} asks for "
+                "unrounded_delta: leave one of the two out"
+            )
+        how = dataclasses.replace(how, gradients=UNROUNDED_DELTA)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
-    window = _window(window, causal, *lengths)
-    terms = Terms(causal, call.scale, window, _softcap(softcap), _sinks(sinks, q), sequences)
+    sinks, (left, right) = _sinks(sinks, q), _window(window, causal, *lengths)
+    saves = _saves(q, k, v, sinks)
+    # Operands that are E4M3 already have no dQ.
+    keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
+    accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
+    terms = Terms(
+        causal=causal,
+        scale=call.scale,
+        window_left=left,
+        window_right=right,
+        soft_cap=_softcap(softcap),
+        sinks=sinks,
+        accumulator=accumulator,
+        keeps=keeps,
+        sequences=sequences,
+    )
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
     if reason is None and mask is not None:
         found = _masks.recognise(mask, q.shape[0], q.shape[1], k.shape[1])
         if isinstance(found, str):
             reason = found
         else:
-            changed = lambda causal, window, sequences: {"causal": causal, "window": window, "sequences": sequences}
-            calls = [dataclasses.replace(terms, **changed(*each)) for each in found]
+            calls = [terms.masked(*each) for each in found]
     if reason is None:
         reason = _refusal(q, v, calls[0], call)
     if rope is not None:
         rope = _rope.checked(rope, q, k)
         if reason is not None or not _turns_in_cast(q, k, v, terms, call):
             (q, k), rope = _rope.turned(rope, q, k), None
-    refused = reason is not None
-    stabilised = how.stabilise and _saves(q, k, v, terms)
-    if refused and stabilised:
+    refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
+    if refused and unrounded:
         raise UnsupportedError(
-            f"stabilise is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels take delta from "
-            "their rounded output: leave stabilise out"
+            f"gradients={UNROUNDED_DELTA!r} is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels "
+            "take delta from their rounded output: leave it out"
         )
     # PyTorch's own gives a log-sum-exp by a slow way alone.
-    if not refused and not stabilised and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
-        reason = _slower(q, k, v, calls[0])
+    if not refused and not unrounded and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
+        reason = _measured.slower(q, k, v, calls[0])
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
-        parts = [_call(q, k, v, each, call, how, rope) for each in calls]
+        parts = [_call(q, k, v, each, call, rope) for each in calls]
         if len(parts) == 1:
             return parts[0]
         # Calls of one mask share no rows, and those of the others are zero.
@@ -290,7 +302,7 @@ def _window(window, causal, queries, keys):
     """A window without the sides that hide nothing."""
     left, right = window
     hides = lambda width, most: width is not None and 0 <= width < most - 1
-    return left if hides(left, keys) else -1, right if not causal and hides(right, max(queries, keys)) else -1
+    return left if hides(left, keys) else None, right if not causal and hides(right, max(queries, keys)) else None
 
 
 def _softcap(softcap):
@@ -318,40 +330,26 @@ def _refusal(q, v, terms, call):
     return None
 
 
-def _slower(q, k, v, terms):
-    """Why BF16 is known to be faster for a call, or None."""
-    if not _backends.measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
-        return None
-    first, reason = _measured.limit(_saves(q, k, v, terms), q.shape[2], k.shape[2], q.shape[3], terms.causal)
-    return reason if k.shape[1] < first else None
-
-
-def _saves(q, k, v, terms):
+def _saves(*tensors):
     """Whether a backward follows."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _turns_in_cast(q, k, v, terms, call):
     """Whether the kernels' cast can turn q and k: nobody else sees them before."""
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
         return False
-    return _backends.choose(call.backend, q, v, terms).name == "native"
+    return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
 
-def _call(q, k, v, terms, call, how, rope=None):
+def _call(q, k, v, terms, call, rope=None):
     """One call of the operator. ``rope``: the cast turns q and k."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
-    saves = _saves(q, k, v, terms)
-    accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
-    o_descale = descales[3] if len(descales) > 3 else None
-    # Operands that are E4M3 already have no dQ.
-    trains = saves and q.dtype != E4M3
-    how = _ops.arguments(
-        terms, call.backend, accumulator, call.label, how.dq_fp8 and trains, how.stabilise and trains
-    )
-    if rope is not None and saves:
+    if len(descales) == 3:
+        descales = (*descales, None)
+    if rope is not None and terms.keeps != NOTHING:
         q, k = _rope.turned_back(rope, q, k)
-    out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves, rope=rope)
+    out, lse, *_ = _ops.run(q, k, v, descales, terms, call.backend, call.label, call.words, rope)
     return out, lse
 
 
@@ -400,8 +398,10 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
     if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
         raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
     widest = max(q.shape[3], v.shape[3])
-    if how.dq_fp8 and q.is_cuda and widest > 128:
-        raise UnsupportedError(f"dq_fp8 is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer")
+    if how.gradients == FP8_DQ and q.is_cuda and widest > 128:
+        raise UnsupportedError(
+            f"gradients='fp8-dq' is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer"
+        )
     # The descales of a plan alone say where the call would be counted.
     may_be_bf16 = backend == "auto" and label is not None and not plan.remembers
     return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16)

@@ -1,14 +1,14 @@
 """The attention calls behind the wrappers. All take q, k ``(batch, seq, heads, d_head)`` and v ``(batch, seq, heads, d_v)``.
 
-Each backend: ``forward(q, k, v, descales, terms, words, accumulator, save) -> (out, lse, operands)`` with descales
-``(batch, n_kv)`` of q, k, v (and of o, which only cuDNN needs), :class:`Terms`, output BF16 in q's layout, LSE f32
-``(batch, n_q, len_q)`` in nats. ``words`` gets maxima and overflow counts where given; ``accumulator`` is how P V is summed, for
-those that have a choice; ``operands`` are q, k, v in E4M3, if ``save``. Operands that are E4M3 already are ``x / descale`` and
-taken as they are.
+Each backend: ``forward(q, k, v, descales, terms, words) -> (out, lse, operands)`` with descales ``(batch, n_kv)`` of q, k,
+v (and of o, which only cuDNN needs), :class:`Terms`, output BF16 in q's layout, LSE f32 ``(batch, n_q, len_q)`` in nats.
+``words`` gets maxima and overflow counts where given; ``operands`` are q, k, v in E4M3 where ``terms.keeps`` says so. Operands
+that are E4M3 already are ``x / descale`` and taken as they are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
-from ._casts import dequantised
+from ._e4m3 import dequantised
 from ._emulation import Emulated
 from ._hopper import Native
 from ._libraries import Cudnn, Fa3, TorchQuantised
+from ._terms import NOTHING, Terms
 
 _KINDS = {kind.name: kind for kind in (Native, Fa3, Cudnn, TorchQuantised, Emulated)}
 NAMES = ("auto", *_KINDS)
@@ -53,10 +54,9 @@ def offered(q, v, terms):
 # A constant of compiled code.
 @torch.compiler.assume_constant_result
 def _offered(d_head, d_v, dense, device):
-    from ._terms import Terms
-
-    q, v = (torch.empty((1, 1, 1, d), device=device) for d in (d_head, d_v))
-    return kernel_for(q, v, Terms(False, 1.0, window=(-1, -1) if dense else (0, 0))) is not None
+    q, v = (torch.empty((1, 1, 1, d), dtype=torch.bfloat16, device=device) for d in (d_head, d_v))
+    side = None if dense else 0
+    return kernel_for(q, v, Terms(False, 1.0, side, side)) is not None
 
 
 @functools.cache
@@ -68,31 +68,19 @@ def _installed(name):
 
 
 def choose(name, q, v, terms):
-    """The backend of a call; ``auto`` takes a kernel that offers it, else the emulation."""
+    """The backend of a call, and why; ``auto`` takes a kernel that offers it, else the emulation."""
     if name != "auto":
-        return backend(name)
+        return backend(name), f"backend={name!r}"
     kernel = kernel_for(q, v, terms)
     if kernel is None and q.is_cuda:
         _warn_of_emulation(q.shape[3], torch.cuda.get_device_capability(q.device))
-    return backend(kernel or "emulated")
-
-
-def measured(q, v):
-    """Whether a call is of the kind that was timed beside BF16: on Hopper, from 16 bits a value."""
-    return q.is_cuda and q.element_size() == 2 and q.shape[3] == v.shape[3] and _on_hopper(q.device)
-
-
-# A constant of compiled code.
-@torch.compiler.assume_constant_result
-def _on_hopper(device):
-    return Native.on_hopper(device)
+    kernel = kernel or "emulated"
+    return backend(kernel), _reason(kernel, q.shape[3], q.is_cuda)
 
 
 @functools.cache
-def reason(asked, name, d_head, cuda):
-    """Why this backend ran a call for which ``asked`` was given."""
-    if asked != "auto":
-        return f"backend={asked!r}"
+def _reason(name, d_head, cuda):
+    """Why ``auto`` took this backend."""
     if name == "native":
         return "this package's kernels take it" if cuda else "on the CPU the crate's own attention runs"
     if name == "fa3":
@@ -110,7 +98,7 @@ def _warn_of_emulation(d_head, capability):
     )
 
 
-def backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row_max=None, residual=None):
+def backward(grad, operands, descales, out, lse, terms, chosen, row_max=None, residual=None):
     """Gradients of q, k and v before their casts, and of the sinks or None, from what the forward of ``chosen`` saved.
 
     An output of FP8 sums of P V is biased, and so would be delta, its product with ``grad``: then output and LSE are
@@ -120,16 +108,17 @@ def backward(grad, operands, descales, out, lse, terms, chosen, accumulator, row
     q, k, v = operands
     if chosen.name == "emulated":
         return chosen.backward(grad, operands, descales, out, lse, terms)
+    again = lambda backend: backend.forward(*operands, descales, dataclasses.replace(terms, accumulator="f16", keeps=NOTHING))
     if Native.takes(q, v, terms):
         native = backend("native")
-        if (chosen.name, accumulator) != ("native", "f16"):
-            out, lse, _ = native.forward(*operands, descales, terms, accumulator="f16")
+        if (chosen.name, terms.accumulator) != ("native", "f16"):
+            out, lse, _ = again(native)
         return native.backward(grad, operands, descales, out, lse, terms, row_max, residual)
     plain = terms.dense and q.shape[3] == v.shape[3]
     if not plain or (terms.causal and q.shape[1] != k.shape[1]):
         # PyTorch's kernels align such a mask to the first key.
         emulated = backend("emulated")
-        out, lse, _ = emulated.forward(*operands, descales, terms, accumulator="f16")
+        out, lse, _ = again(emulated)
         return emulated.backward(grad, operands, descales, out, lse, terms)
     return (*_flash_backward(grad, operands, descales, terms.causal, terms.scale), None)
 

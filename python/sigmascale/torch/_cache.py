@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
-from ._casts import E4M3, cast, plain_cast
+from ._e4m3 import E4M3, cast, plain_cast
 
 if TYPE_CHECKING:
     from ._runtime import Runtime

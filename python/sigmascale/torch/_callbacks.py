@@ -9,7 +9,7 @@ from ._monitor import Monitor
 from ._policies import FROM_BOUNDS
 
 if TYPE_CHECKING:
-    from .._hints import Path
+    from .._options import Path
     from ._runtime import Runtime
 
 

@@ -84,9 +84,11 @@ def unobserve_backwards(observers):
         del _BACKWARDS[address]
 
 
-def saw(layer, *call):
-    """Tells who looks at the layer's calls of one."""
-    if _OBSERVERS:
+def ran(label, name, reason, *call):
+    """Adds a call that ``name`` ran, and tells who looks at the layer's calls of it."""
+    layer = layer_of(label)
+    _count(layer, name, reason)
+    if call and _OBSERVERS:
         for observer in tuple(_OBSERVERS.get(layer, ())):
             observer(*call)
 
@@ -104,7 +106,7 @@ def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
         observer(grad, operands, descales, out, terms)
 
 
-def count(layer, name, reason):
+def _count(layer, name, reason):
     """Adds a call that ``name`` ran, where the layer is watched."""
     counter = _COUNTERS.get(layer)
     if counter is not None:
@@ -117,7 +119,7 @@ def count_plain(label, reason, say=True):
     if say:
         _say(reason)
     if not torch.compiler.is_compiling():
-        count(layer_of(label), "bf16", reason)
+        _count(layer_of(label), "bf16", reason)
 
 
 # Compiled code runs this while it is compiled.

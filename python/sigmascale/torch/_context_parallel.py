@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _attention, _backends, _casts
+from . import _attention, _backends, _e4m3
 from ._plan import LayerPlan
-from ._terms import Terms
+from ._terms import Terms, hidden
 
 if TYPE_CHECKING:
-    from ._hints import Group, Kernels, Plan
+    from ._typing import Group, Kernels, Plan
 
 
 def _in_f32(function):
@@ -64,11 +64,11 @@ def plain_backward(grad, q8, k8, v8, descales, out, lse, causal, scale):
 
 def _logits(q8, k8, v8, descales, causal, scale):
     every = lambda x: x.repeat_interleave(q8.shape[2] // k8.shape[2], dim=2)
-    values = (x.float() * _casts.spread(d, x.shape[2]) for x, d in zip((q8, k8, v8), descales))
+    values = (x.float() * _e4m3.spread(d, x.shape[2]) for x, d in zip((q8, k8, v8), descales))
     q, k, v = (x.transpose(1, 2) for x in (next(values), every(next(values)), every(next(values))))
     logits = (q @ k.transpose(2, 3)) * scale
     if causal:
-        logits = logits.masked_fill(_casts.hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
+        logits = logits.masked_fill(hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
     return logits, (q, k, v)
 
 
@@ -180,10 +180,10 @@ class _Call:
         if known.descales is None:
             raise UnsupportedError("policy 'current' has other descales on each rank: context parallelism needs a plan")
         if isinstance(plan, LayerPlan):
-            if plan.stabilise:
+            if plan.unrounded_delta:
                 raise UnsupportedError(
                     f"the parts of a shared sequence are joined in PyTorch, and delta is that of the rounded output: set "
-                    f"stabilise of the plan of {plan.name} to False"
+                    f"unrounded_delta of the plan of {plan.name} to False"
                 )
             keys = self.ranks * k.shape[1]
             if plan.positions is not None and keys > plan.positions:
@@ -196,7 +196,7 @@ class _Call:
 
     def cast(self, q, k, v):
         """q, k and v in E4M3, with their statistics."""
-        operands = _casts.cast_all(q.detach(), k.detach(), v.detach(), self.descales, self.words)
+        operands = _e4m3.cast_all(q.detach(), k.detach(), v.detach(), self.descales, self.words)
         return tuple(x.contiguous() for x in operands)
 
     def next(self, tensor):
@@ -219,7 +219,7 @@ def _kernels(q):
     native = _backends.backend("native")
 
     def forward(q8, k8, v8, descales, causal, scale):
-        return native.forward(q8, k8, v8, descales, Terms(causal, scale), accumulator="f16")[:2]
+        return native.forward(q8, k8, v8, descales, Terms(causal, scale, accumulator="f16"))[:2]
 
     def backward(grad, q8, k8, v8, descales, out, lse, causal, scale):
         return native.backward(grad, (q8, k8, v8), descales, out, lse, Terms(causal, scale))[:3]
@@ -248,7 +248,7 @@ class _Ring(torch.autograd.Function):
         moving = torch.stack([k8.view(torch.uint8), v8.view(torch.uint8)])
         for step in range(call.ranks):
             following, works = call.next(moving) if step + 1 < call.ranks else (None, ())
-            k8_there, v8_there = moving.view(_casts.E4M3)
+            k8_there, v8_there = moving.view(_e4m3.E4M3)
             queries, keys, masked = _blocks(call.rank, (call.rank - step) % call.ranks, q.shape[1], causal)
             part, part_lse = call.forward(
                 q8[:, queries], k8_there[:, keys], v8_there[:, keys], call.descales, masked, call.scale
@@ -267,14 +267,14 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         call = ctx.call
         q8, k8, v8, out, lse, *descales = ctx.saved_tensors
-        q8 = q8.view(_casts.E4M3)
+        q8 = q8.view(_e4m3.E4M3)
         moving = torch.stack([k8, v8])
         q_grad = torch.zeros(q8.shape, dtype=torch.float32, device=q8.device)
         # Gradients of keys and values go round with them, and one step more, home.
         sums = torch.zeros(moving.shape, dtype=torch.float32, device=q8.device)
         for step in range(call.ranks):
             following, works = call.next(moving) if step + 1 < call.ranks else (None, ())
-            k8_there, v8_there = moving.view(_casts.E4M3)
+            k8_there, v8_there = moving.view(_e4m3.E4M3)
             queries, keys, masked = _blocks(call.rank, (call.rank - step) % call.ranks, q8.shape[1], ctx.causal)
             operands = q8[:, queries], k8_there[:, keys], v8_there[:, keys]
             rows = out[:, queries], lse[:, :, queries].contiguous()
@@ -307,7 +307,7 @@ class _Ulysses(torch.autograd.Function):
         k8, v8 = (x.repeat_interleave(repeat, dim=2) for x in (k8, v8))
         operands = [_to_heads(x, call) for x in (q8, k8, v8)]
         own = [row.repeat_interleave(repeat, dim=1).chunk(call.ranks, dim=1)[call.rank] for row in call.descales]
-        out, lse = call.forward(*(x.view(_casts.E4M3) for x in operands), own, causal, call.scale)
+        out, lse = call.forward(*(x.view(_e4m3.E4M3) for x in operands), own, causal, call.scale)
         out = out.to(torch.bfloat16)
         ctx.save_for_backward(*operands, out, lse, *own)
         ctx.call, ctx.causal, ctx.repeat, ctx.types = call, causal, repeat, (q.dtype, k.dtype, v.dtype)
@@ -319,7 +319,7 @@ class _Ulysses(torch.autograd.Function):
         call = ctx.call
         *operands, out, lse, q_descale, k_descale, v_descale = ctx.saved_tensors
         grad = _to_heads(grad.to(torch.bfloat16), call)
-        own, operands = (q_descale, k_descale, v_descale), [x.view(_casts.E4M3) for x in operands]
+        own, operands = (q_descale, k_descale, v_descale), [x.view(_e4m3.E4M3) for x in operands]
         grads = call.backward(grad, *operands, own, out, lse, ctx.causal, call.scale)
         # Repeated heads lie on several ranks: they are summed behind the exchange, in f32.
         q_grad, k_grad, v_grad = (_to_sequence(g.float(), call) for g in grads)

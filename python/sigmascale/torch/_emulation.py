@@ -2,8 +2,8 @@
 
 import torch
 
-from ._casts import E4M3, P_SCALE, cast_all
-from ._terms import within
+from ._e4m3 import E4M3, P_SCALE, cast_all
+from ._terms import seen_rows, within
 
 
 class Emulated:
@@ -11,7 +11,7 @@ class Emulated:
 
     name, per_tensor = "emulated", False
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, residual=None):
+    def forward(self, q, k, v, descales, terms, words=None, residual=None):
         q, k, v = seen_rows(q, k, v, terms)
         operands = cast_all(q, k, v, descales, words)
         q8, k8, v8 = _heads(*operands)
@@ -25,7 +25,7 @@ class Emulated:
             lse = torch.logaddexp(lse, terms.sinks.float().view(-1, 1, 1))
             if terms.sequences is not None:
                 lse = torch.where(_in_sequence(q8, terms), lse, -torch.inf)
-        weights = (weights * P_SCALE).to(torch.float16 if accumulator == "f16" else E4M3).float()
+        weights = (weights * P_SCALE).to(torch.float16 if terms.accumulator == "f16" else E4M3).float()
         # Divided by the row sum with the sink in it.
         out = (weights @ v8) * (v_descale / P_SCALE) * torch.exp(top - lse)
         wide = torch.where(total > 0, out, 0.0).transpose(1, 2)
@@ -64,14 +64,6 @@ class Emulated:
         share = torch.exp(terms.sinks.float().view(-1, 1) - lse)
         share = torch.where(seen.any(dim=3), share, 0.0)
         return (*grads, -(share * delta.squeeze(3)).sum(dim=(0, 2)))
-
-
-def seen_rows(q, k, v, terms):
-    """The operands with zeros where no sequence lies."""
-    if terms.sequences is None:
-        return q, k, v
-    q_starts, q_ends, k_starts, k_ends = terms.sequences.places
-    return within(q, q_starts, q_ends), within(k, k_starts, k_ends), within(v, k_starts, k_ends)
 
 
 def _in_sequence(q8, terms):

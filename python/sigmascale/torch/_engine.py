@@ -7,7 +7,7 @@ import torch
 
 from .. import _native
 from .._errors import UnsupportedError
-from . import _distributed, _host, _layers, _results
+from . import _distributed, _heads, _host, _layers
 
 
 class Engine:
@@ -116,14 +116,16 @@ class _Results:
 
     def __init__(self, engine, targets, runtime):
         results = engine.results()
-        self.word = runtime.memory(engine, results.pop("status"), "<i4")
-        self._values = {name: runtime.memory(engine, place, "<f4") for name, place in results.items()}
+        self.word = _heads.memory(engine, results.pop("status"), torch.int32, runtime.device)
+        self._values = {
+            name: _heads.memory(engine, place, torch.float32, runtime.device) for name, place in results.items()
+        }
         self._targets, self._counts = targets, runtime._heads.counts
 
     def copies(self, parts, indices):
         """Sources and targets, for layers of these numbers with so many entries each."""
-        runs = _results.runs([self._counts[index] for index in indices], parts, indices)
-        return _results.copies(self._values, self._targets, runs)
+        runs = _heads.runs([self._counts[index] for index in indices], parts, indices)
+        return _heads.copies(self._values, self._targets, runs)
 
 
 def _entries(layer):

@@ -5,8 +5,7 @@ import torch
 # The function itself: ``patched`` puts another in its place.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
-from ._casts import hidden
-from ._emulation import seen_rows
+from ._terms import hidden, seen_rows
 
 
 def attend(q, k, v, terms, *, mask=None, dropout=0.0, return_lse=False):

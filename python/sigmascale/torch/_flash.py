@@ -13,11 +13,11 @@ import torch
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
 from ._attention import How, attend, pair, typed
-from ._casts import E4M3, cast
+from ._e4m3 import E4M3, cast
 from ._terms import Sequences, checked
 
 if TYPE_CHECKING:
-    from ._hints import Backend, Fallback, Plan
+    from ._typing import Backend, Fallback, Plan
 
 
 def flash_attn_func(
@@ -395,8 +395,8 @@ def _pages(block_table, lengths, new, k_cache):
     pages, page = k_cache.shape[:2]
     if checked(block_table):
         device = block_table.device
-        used = lengths + new if isinstance(lengths, torch.Tensor) else torch.full(block_table.shape[:1], lengths + new, device=device)
-        needed = torch.arange(block_table.shape[1], device=device)[None] * page < used[:, None]
+        used = (lengths + new)[:, None] if isinstance(lengths, torch.Tensor) else lengths + new
+        needed = torch.arange(block_table.shape[1], dtype=torch.int64, device=device)[None] * page < used
         wrong = block_table[needed & ((block_table < 0) | (block_table >= pages))]
         if len(wrong):
             raise ArgumentError(
@@ -422,7 +422,7 @@ def _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity):
     first = lengths.long()[:, None] if isinstance(lengths, torch.Tensor) else lengths
 
     def rotated(x, one_place):
-        place = torch.arange(x.shape[1], device=x.device)[None] * (0 if one_place else 1) + first
+        place = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)[None] * (0 if one_place else 1) + first
         c, s = (
             table[place.clamp(0, capacity - 1).expand(x.shape[0], -1)][:, :, None].float() for table in (cosine, sine)
         )
@@ -438,9 +438,9 @@ def _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity):
 
 def _append(k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx):
     batch, new = k.shape[:2]
-    place = torch.arange(new, device=k.device).expand(batch, -1)
+    place = torch.arange(new, dtype=torch.int64, device=k.device).expand(batch, -1)
     place = place + (lengths.long()[:, None] if isinstance(lengths, torch.Tensor) else lengths)
-    sequence = torch.arange(batch, device=k.device)[:, None]
+    sequence = torch.arange(batch, dtype=torch.int64, device=k.device)[:, None]
     if cache_batch_idx is not None:
         sequence = cache_batch_idx.long()[:, None]
     if block_table is not None:

@@ -20,8 +20,8 @@ from ._points import Point
 from ._runtime import Runtime
 
 if TYPE_CHECKING:
-    from ._hints import Group, Number
     from ._monitor import Monitor
+    from ._typing import Group, Number
 
 # Losses that are needed before one can be a spike.
 _LEAST_LOSSES = 100
@@ -203,7 +203,10 @@ class Guard:
         if norm is None:
             norm = _gradient_norm(self.optimizer)
         values = [
-            value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value)) for value in (loss, norm)
+            value.detach()
+            if isinstance(value, torch.Tensor)
+            else torch.tensor(float(value), dtype=torch.float32, device=self.runtime.device)
+            for value in (loss, norm)
         ]
         for name, value in zip(("loss", "grad_norm"), values):
             if value.numel() != 1:

@@ -1,12 +1,14 @@
 """This package's own attention: its kernels on Hopper, the cast and the attention, forward and backward; on the CPU the crate's."""
 
+import dataclasses
 import functools
 
 import torch
 
 from .. import _native
 from . import _cpu
-from ._casts import E4M3
+from ._e4m3 import E4M3
+from ._terms import NOTHING, Call, Sequences
 
 # Most bytes of the backward's f32 sums of dQ: calls that have more run in parts, to save memory. None: as the crate decides.
 SUMS = {"sums_limit": None}
@@ -32,37 +34,35 @@ class Native:
             return all(d % 8 == 0 and 16 <= d <= 576 for d in (q.shape[3], v.shape[3]))
         if not Native.on_hopper(q.device):
             return False
-        window, soft_cap = terms.window != (-1, -1), terms.soft_cap is not None
-        given = terms.causal, window, soft_cap, terms.sinks is not None, terms.sequences is not None
-        return _offers(q.shape[3], v.shape[3], *given)
+        return _offers(q.shape[3], v.shape[3])
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False, row_max=None, residual=None, rope=None):
-        """``row_max``, f32 as the log-sum-exp: gets the logarithms of each row's largest P, if ``save``; the CPU needs
-        none. ``residual``, as the output: gets what its rounding took, if ``save``. ``rope``: the cast turns q and k; on
-        a GPU alone."""
+    def forward(self, q, k, v, descales, terms, words=None, row_max=None, residual=None, rope=None):
+        """``row_max``, f32 as the log-sum-exp, and ``residual``, as the output, get what ``terms.keeps`` names; the CPU needs no
+        ``row_max``. ``rope``: the cast turns q and k; on a GPU alone."""
         if q.is_cpu:
-            return _cpu.forward(q, k, v, descales, terms, words, accumulator, save, residual)
+            return _cpu.forward(q, k, v, descales, terms, words, residual)
+        terms = _contiguous(terms)
         q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
-        device = q.device
-        saved = None
-        if save and q.dtype != E4M3:
+        device, saved = q.device, None
+        if terms.keeps != NOTHING and q.dtype != E4M3:
             saved = [_rows(x, 16, E4M3) for x in given]
         out = torch.empty((*q.shape[:3], v.shape[3]), device=device, dtype=torch.bfloat16)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=device, dtype=torch.float32)
-        call = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "descales": descales[:3],
-            "terms": _conditions(terms, q, k),
-            "out": out,
-            "lse": lse,
-            "stats": None if words is None else words.view(-1),
-            "saved": saved and (*saved, row_max, residual),
-            "accumulator": accumulator,
-            "rope": rope and (rope.cosine, rope.sine, rope.interleaved),
-        }
-        self._run("forward", call, device, _key(terms, q, k, v), accumulator, save, row_max is not None, residual is not None)
+        call = Call(
+            q=q,
+            k=k,
+            v=v,
+            descales=descales[:3],
+            terms=terms,
+            out=out,
+            lse=lse,
+            stats=None if words is None else words.view(-1),
+            saved=saved,
+            row_max=row_max,
+            residual=residual,
+            rope=rope,
+        )
+        self.launch("forward", call, (q.shape, k.shape, v.shape, q.dtype, terms.key()))
         return out, lse, saved or given
 
     def backward(self, grad, operands, descales, out, lse, terms, row_max=None, residual=None):
@@ -70,44 +70,49 @@ class Native:
         With ``row_max`` of its forward dQ is a product in FP8, with ``residual`` delta is that of the output before its
         rounding."""
         if grad.is_cpu:
-            return _cpu.backward(grad, operands, descales, out, lse, terms, row_max is not None, residual)
+            return _cpu.backward(grad, operands, descales, out, lse, terms, residual)
+        terms = _contiguous(terms)
         q, k, v = (_aligned(x) for x in operands)
         device = q.device
         dq, dk, dv = (torch.empty(x.shape, device=device, dtype=torch.bfloat16) for x in operands)
         d_sinks = None if terms.sinks is None else torch.empty_like(terms.sinks)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        call = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "descales": descales[:3],
-            "terms": _conditions(terms, q, k),
-            "out": _aligned(out),
-            "lse": lse.contiguous(),
-            "d_out": _aligned(grad.to(torch.bfloat16)),
-            "dq": dq,
-            "dk": dk,
-            "dv": dv,
-            "d_sinks": d_sinks,
-            "row_max": row_max,
-            "residual": residual,
-            "deterministic": deterministic,
-            **SUMS,
-        }
-        self._run("backward", call, device, _key(terms, q, k, v), deterministic, row_max is None, *SUMS.values())
+        deterministic, sums_limit = torch.are_deterministic_algorithms_enabled(), SUMS["sums_limit"]
+        call = Call(
+            q=q,
+            k=k,
+            v=v,
+            descales=descales[:3],
+            terms=terms,
+            out=_aligned(out),
+            lse=lse.contiguous(),
+            d_out=_aligned(grad.to(torch.bfloat16)),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            d_sinks=d_sinks,
+            row_max=row_max,
+            residual=residual,
+            deterministic=deterministic,
+            sums_limit=sums_limit,
+        )
+        self.launch("backward", call, (q.shape, k.shape, v.shape, terms.key(), deterministic, row_max is None, sums_limit))
         return dq, dk, dv, d_sinks
 
-    def _run(self, direction, call, device, *key):
+    def launch(self, direction, call, key=None):
+        """Puts a call on the current stream of its device. ``key``: what the size of its workspace depends on."""
+        device = call.q.device
         engine = self._engines.get(device)
         if engine is None:
             engine = self._engines.setdefault(device, _native.Attention(device.index))
-        key = direction, device, *key
+        key = key and (direction, device, *key)
         size = self._bytes.get(key)
         if size is None:
+            size = getattr(engine, f"{direction}_bytes")(call)
             # Shapes are few, or of one growing cache.
             if len(self._bytes) > 4096:
                 self._bytes.clear()
-            size = self._bytes[key] = getattr(engine, f"{direction}_bytes")(call)
+            if key:
+                self._bytes[key] = size
         space = torch.empty(size, device=device, dtype=torch.uint8)
         stream = torch.cuda.current_stream(device).cuda_stream
         getattr(engine, direction)(call, space, stream)
@@ -119,23 +124,13 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 _offers = functools.cache(_native.Attention.offers)
 
 
-def _conditions(terms, q, k):
-    """Terms as the kernels are told of them."""
-    left, right = terms.window
-    where, sequences = None, terms.sequences
-    if sequences is not None:
-        longest = (sequences.max_len_q, q), (sequences.max_len_k, k)
-        where = [x.contiguous() for x in sequences.places], *(min(max(n, 1), x.shape[1]) for n, x in longest)
-    sides = left if left >= 0 else None, right if right >= 0 else None
-    return (terms.causal, *sides, terms.scale, terms.soft_cap, terms.sinks, where)
-
-
-def _key(terms, q, k, v):
-    """What the size of a workspace depends on."""
+def _contiguous(terms):
+    """Terms whose places of sequences have no gaps."""
     sequences = terms.sequences
-    lengths = sequences and (sequences.q_starts.shape[0], sequences.max_len_q, sequences.max_len_k)
-    shapes = q.shape, k.shape, v.shape, q.dtype
-    return shapes, terms.causal, terms.window, terms.soft_cap is None, terms.sinks is None, lengths
+    if sequences is None or all(x.is_contiguous() for x in sequences.places):
+        return terms
+    places = (x.contiguous() for x in sequences.places)
+    return dataclasses.replace(terms, sequences=Sequences(*places, sequences.max_len_q, sequences.max_len_k))
 
 
 def _aligned(x):

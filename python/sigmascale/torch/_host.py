@@ -11,6 +11,14 @@ _WORDS = 8
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
+def _zeros(count, dtype=torch.float32):
+    return torch.zeros(count, dtype=dtype, device="cpu")
+
+
+def _values(row):
+    return torch.tensor(row, dtype=torch.float32, device="cpu")
+
+
 def _rows(layers, key):
     return sum(layer[key] for layer in layers)
 
@@ -22,14 +30,14 @@ class ScaleEngine:
     def __init__(self, layers, logits, tail, q_heads):
         self._layers, self._logits, self._tail, self._q_heads = layers, logits, tail, q_heads
         n_q, n_kv = _rows(layers, "n_q"), _rows(layers, "n_kv")
-        self._results = {"heads": torch.ones(4 * n_kv), "operands": torch.zeros(3 * n_kv)}
+        self._results = {"heads": _zeros(4 * n_kv) + 1, "operands": _zeros(3 * n_kv)}
         if logits:
-            self._results["bounds"] = torch.zeros(_WORDS * n_q)
+            self._results["bounds"] = _zeros(_WORDS * n_q)
 
     def results(self):
         """The tensors that a launch writes, by the names that a device's engine has; weights that are not finite
         raise there."""
-        return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
+        return self._results | {"status": _zeros(1, torch.int32)}
 
     def fits(self, layers):
         """Whether it can take these layers: results have room for their heads."""
@@ -40,7 +48,7 @@ class ScaleEngine:
         layers = self._layers if layers is None else layers
         values = _native.host_scales(layers, self._logits, self._tail, self._q_heads)
         for tensor, row in zip(self._results.values(), values):
-            tensor.copy_(torch.tensor(row))
+            tensor.copy_(_values(row))
 
 
 class LatentEngine:
@@ -50,14 +58,14 @@ class LatentEngine:
     def __init__(self, layers, logits, eta, device):
         self._layers, self._eta, self._device = layers, eta, device
         heads = sum(layer.n_q_heads for layer in layers)
-        make = lambda count: torch.ones(count, device=device)
+        make = lambda count: torch.ones(count, dtype=torch.float32, device=device)
         self._results = {"heads": make(4 * heads), "operands": make(3 * heads)}
         if logits:
             self._results["bounds"] = make(_WORDS * heads)
 
     def results(self):
         """As :meth:`ScaleEngine.results`."""
-        return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
+        return self._results | {"status": _zeros(1, torch.int32)}
 
     def fits(self, layers):
         """As :meth:`ScaleEngine.fits`."""
@@ -71,7 +79,7 @@ class LatentEngine:
             )
         rows = [self._scales(layer) for layer in (self._layers if layers is None else layers)]
         for tensor, values in zip(self._results.values(), zip(*rows)):
-            tensor.copy_(torch.tensor([value for row in values for value in row]))
+            tensor.copy_(_values([value for row in values for value in row]))
 
     def _scales(self, layer):
         latent = layer.latent
@@ -90,12 +98,12 @@ class Policy:
         spec = json.loads(spec)
         self._layers, n_q, n_kv = spec["layers"], spec["n_q_heads"], spec["n_kv_heads"]
         self._results = {
-            "stats": torch.zeros(self._layers * 8 * (n_q + n_kv), dtype=torch.int32),
-            "descales": torch.ones(self._layers * (n_q + 4 * n_kv)),
+            "stats": _zeros(self._layers * 8 * (n_q + n_kv), torch.int32),
+            "descales": _zeros(self._layers * (n_q + 4 * n_kv)) + 1,
         }
         if bounded:
-            self._results["bounds"] = torch.zeros(self._layers * _WORDS * n_q)
-            self._results["operands"] = torch.zeros(self._layers * 3 * n_kv)
+            self._results["bounds"] = _zeros(self._layers * _WORDS * n_q)
+            self._results["operands"] = _zeros(self._layers * 3 * n_kv)
 
     def results(self):
         """The tensors that it reads and writes, by the names that a device's policy has."""
@@ -114,7 +122,7 @@ class Policy:
         bounds = self._bounds()
         rows = self._results["descales"].view(self._layers, -1)
         for place in range(self._layers) if layer is None else [layer]:
-            rows[place] = torch.tensor(self._native.plan(place, *bounds))
+            rows[place] = _values(self._native.plan(place, *bounds))
 
     def slack(self):
         """As JSON."""

@@ -9,7 +9,7 @@ import torch
 from .._errors import ArgumentError, UnsupportedError
 from ._attention import attend
 from ._cache import cast_heads
-from ._casts import E4M3
+from ._e4m3 import E4M3
 from ._flash import packed
 from ._plan import plan_of_module
 from ._terms import Sequences, readable
@@ -171,8 +171,9 @@ def _mask(
     if named == "and_mask" and causal and whole and attention_mask is None and q_length > 1:
         if torch.compiler.is_compiling():
             # transformers assumes packed sequences here. Nothing is packed if each token sees the one before it.
-            row, token = torch.arange(batch_size, device=device)[:, None], torch.arange(1, q_length, device=device)
-            together = mask_function(row, row.new_zeros(()), token, token - 1)
+            row = torch.arange(batch_size, dtype=torch.int64, device=device)[:, None]
+            token = torch.arange(1, q_length, dtype=torch.int64, device=device)
+            together = mask_function(row, row.new_zeros((), dtype=torch.int64), token, token - 1)
             # Without one row for each text there is no packing in it: a window alone, of calls with a cache.
             if together.dim() == 2:
                 return True, together.all(dim=1).to(torch.int32)[None, :, None, None]
@@ -206,7 +207,7 @@ def _mask(
     first, last = torch.zeros_like(starts), q_length
     if attention_mask is not None and (causal or windowed):
         first, last = ((x + kv_offset - q_offset).clamp(0, q_length) for x in (starts, ends))
-    row = torch.arange(batch_size, device=starts.device)
+    row = torch.arange(batch_size, dtype=torch.int64, device=starts.device)
     rows = (row * q_length + first, row * q_length + last, row * kv_length + starts, row * kv_length + ends, sound)
     return True, torch.stack([x.to(torch.int32) for x in rows])[..., None, None]
 
@@ -218,7 +219,7 @@ def _gathered(kept, q_length, end):
         end = end.item()
     if not bool(kept[:, end - q_length : end].all()):
         return False, None
-    row, count = torch.arange(kept.shape[0], device=kept.device), kept.sum(dim=1)
+    row, count = torch.arange(kept.shape[0], dtype=torch.int64, device=kept.device), kept.sum(dim=1)
     q, k = row * q_length, row * kept.shape[1]
     mask = torch.stack([q, q + q_length, k, k + count, torch.ones_like(q)]).to(torch.int32)[..., None, None]
     setattr(mask, _ORDER, torch.argsort(~kept, dim=1, stable=True))

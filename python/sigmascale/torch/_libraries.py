@@ -7,7 +7,7 @@ import threading
 import torch
 
 from .._errors import UnsupportedError
-from ._casts import E4M3, P_SCALE, cast_all
+from ._e4m3 import E4M3, P_SCALE, cast_all
 
 
 class Fa3:
@@ -27,7 +27,7 @@ class Fa3:
         """Whether the library offers this call in FP8, if it is there."""
         return q.is_cuda and q.shape[3] in (64, 128, 256) and torch.cuda.get_device_capability(q.device) == (9, 0)
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
+    def forward(self, q, k, v, descales, terms, words=None):
         causal, scale = terms.causal, terms.scale
         q8, k8, v8 = operands = cast_all(q, k, v, descales, words)
         q_descale, k_descale, v_descale = (d.contiguous() for d in descales[:3])
@@ -79,7 +79,7 @@ class TorchQuantised:
             if before is not None:
                 self._switch.activate_flash_attention_impl(before)
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
+    def forward(self, q, k, v, descales, terms, words=None):
         causal, scale = terms.causal, terms.scale
         q8, k8, v8 = operands = cast_all(q, k, v, descales, words)
         if causal and q.shape[1] != k.shape[1]:
@@ -164,7 +164,7 @@ class Cudnn:
         ]
         return graph, operands, scalars, (out, stats, amax_s, amax_o), fixed
 
-    def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
+    def forward(self, q, k, v, descales, terms, words=None):
         causal, scale = terms.causal, terms.scale
         if causal and q.shape[1] != k.shape[1]:
             raise UnsupportedError(

@@ -130,7 +130,7 @@ class _Group:
         whole = [((i * len_q, (i + 1) * len_q), (i * len_k, (i + 1) * len_k)) for i in range(batch)]
         if self.places == whole:
             return causal, window, None
-        places = torch.tensor(self.places, dtype=torch.int32).reshape(-1, 4).t().contiguous().to(device)
+        places = torch.tensor(self.places, dtype=torch.int32, device="cpu").reshape(-1, 4).t().contiguous().to(device)
         longest = [max(ends[i][1] - ends[i][0] for ends in self.places) for i in (0, 1)]
         return causal, window, Sequences(*places, *longest)
 

@@ -9,6 +9,11 @@ and other head dimensions and groups.
 
 import dataclasses
 
+import torch
+
+from ._hopper import Native
+from ._terms import NOTHING
+
 NOISE = 0.02
 
 
@@ -111,3 +116,22 @@ def limit(training, heads_q, heads_kv, d_head, causal, table=LIMITS):
         if (of_training, of_causal) == (training, causal) and d == d_head and group == heads_q // heads_kv:
             return first, reason
     return 0, ""
+
+
+def slower(q, k, v, terms):
+    """Why BF16 is known to be faster for a call, or None."""
+    if not measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
+        return None
+    first, reason = limit(terms.keeps != NOTHING, q.shape[2], k.shape[2], q.shape[3], terms.causal)
+    return reason if k.shape[1] < first else None
+
+
+def measured(q, v):
+    """Whether a call is of the kind that was timed beside BF16: on Hopper, from 16 bits a value."""
+    return q.is_cuda and q.element_size() == 2 and q.shape[3] == v.shape[3] and _on_hopper(q.device)
+
+
+# A constant of compiled code.
+@torch.compiler.assume_constant_result
+def _on_hopper(device):
+    return Native.on_hopper(device)

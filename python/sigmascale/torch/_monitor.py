@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
-    from .._hints import Path
-    from ._hints import Event, Number
+    from .._options import Path
+    from ._typing import Event, Number
 
 # Columns that are upper bounds, and stay so when they are written with fewer digits.
 _CERTIFIED = ("sigma", "w_q", "bound")

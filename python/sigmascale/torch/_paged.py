@@ -7,15 +7,14 @@ Keys are ``(pages, page_size, n_kv_heads, d_head)``. Values are the same, or in 
 
 import torch
 
-from .. import _native
 from .._errors import ArgumentError, UnsupportedError
 from . import _calls
-from ._casts import E4M3
+from ._backends import backend
+from ._e4m3 import E4M3
 from ._hopper import _aligned
 from ._plan import LayerPlan
-from ._terms import checked
-
-_ENGINES = {}
+from ._rope import Rope
+from ._terms import Call, Terms, checked
 
 _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
@@ -34,7 +33,9 @@ def value_pages(
     if page_size % 16 or d_head % 8:
         raise ArgumentError(f"pages of {page_size} tokens of {d_head} elements do not divide into groups of 16 by 8")
     shape = (pages, n_kv_heads, page_size // 16, d_head // 8, 8, 16)
-    return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
+    # A cache is written in the mode of each call.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
 
 
 def takes(q, k_cache, block_table):
@@ -65,20 +66,23 @@ def _attend(
     scale,
     label=None,
 ):
-    device = q.device
-    engine = _ENGINES.get(device)
-    if engine is None:
-        engine = _ENGINES.setdefault(device, _native.Paged(device.index))
-    out = torch.empty(q.shape, device=device, dtype=torch.bfloat16)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=device, dtype=torch.float32)
-    call = {"q": _aligned(q), "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table, "lengths": lengths}
-    call |= {"new": None if k is None else [_aligned(k), _aligned(v)], "out": out, "lse": lse}
-    call |= {"rope": None if cosine is None else [cosine, sine], "descales": [q_descale, k_descale, v_descale]}
-    call["stats"] = None if words is None else words.view(-1)
-    call |= {"interleaved": interleaved, "causal": causal, "softmax_scale": scale}
-    space = torch.empty(engine.bytes(call), device=device, dtype=torch.uint8)
-    engine.forward(call, space, checked(lengths), torch.cuda.current_stream(device).cuda_stream)
-    _calls.count(_calls.layer_of(label), "native", "these kernels read the pages where they lie")
+    out = torch.empty(q.shape, device=q.device, dtype=torch.bfloat16)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
+    call = Call(
+        q=_aligned(q),
+        k=None if k is None else _aligned(k),
+        v=None if v is None else _aligned(v),
+        pages=(k_pages, v_pages, block_table, lengths, checked(lengths)),
+        descales=(q_descale, k_descale, v_descale),
+        terms=Terms(causal, scale),
+        out=out,
+        lse=lse,
+        stats=None if words is None else words.view(-1),
+        rope=None if cosine is None else Rope(cosine, sine, interleaved),
+    )
+    # A table may grow with each call: its size is not worth a key.
+    backend("native").launch("forward", call)
+    _calls.ran(label, "native", "these kernels read the pages where they lie")
     return out, lse
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,7 +13,18 @@ from ._policies import FROM_BOUNDS
 
 if TYPE_CHECKING:
     from ._layers import Layer
-    from ._runtime import Runtime
+
+
+class Plans(Protocol):
+    """The runtime of a plan, as far as plans and calls need it."""
+
+    policy: str
+    backend: str
+    fallback: str | None
+    reporting: bool
+    descales: torch.Tensor
+    words: torch.Tensor
+    logit_descales: torch.Tensor | None
 
 
 class LayerPlan:
@@ -31,13 +42,13 @@ class LayerPlan:
     latent: bool
     stale: bool
     # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
-    stabilise: bool = False
+    unrounded_delta: bool = False
     key: int
     label: torch.Tensor
     logit_descale: torch.Tensor | None
     words: torch.Tensor
 
-    def __init__(self, runtime: Runtime, index: int, layer: Layer) -> None:
+    def __init__(self, runtime: Plans, index: int, layer: Layer) -> None:
         # Weak: a model whose modules know their plan must not keep itself alive through it.
         self._runtime = weakref.ref(runtime)
         self.index, self.name = index, layer.name
@@ -100,7 +111,7 @@ class LayerPlan:
         return self._descales[3]
 
     @property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Any:
         """The runtime, or an exception if it is gone."""
         runtime = self._runtime()
         if runtime is None:

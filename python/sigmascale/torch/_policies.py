@@ -8,12 +8,13 @@ import torch
 
 from .. import _native
 from .._errors import MismatchError, SigmascaleError, UnsupportedError
-from . import _host
-from ._results import Target
+from .._parameters import DEFAULTS
+from . import _heads, _host
+from ._heads import Target
 
-POLICIES: tuple[str, ...] = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
+POLICIES: tuple[str, ...] = tuple(policy["name"] for policy in DEFAULTS["policies"])
 # Policies that plan from bounds.
-FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
+FROM_BOUNDS = tuple(policy["name"] for policy in DEFAULTS["policies"] if policy["bound"])
 
 
 class Geometry:
@@ -75,7 +76,7 @@ class Native(Geometry):
 
     def bind(self, runtime, found):
         groups = list(runtime._heads.groups().values())
-        specs = [json.dumps(_spec([found[index] for index in layers])) for layers in groups]
+        specs = [_native.attention_spec([found[index] for index in layers]) for layers in groups]
         # Memory depends on no address: it stays where it is when weights move, and so do graphs that reach it.
         if self._specs is None:
             self._parts = [self._part(runtime, spec, layers) for spec, layers in zip(specs, groups)]
@@ -149,18 +150,18 @@ class _Part:
     def __init__(self, native, bounded, runtime, layers):
         self.native, self.layers, count = native, layers, len(layers)
         # Rows of the runtime's tensors.
-        self._rows = slice(None) if runtime._heads.equal else torch.tensor(layers, device=runtime.device)
+        self._rows = slice(None) if runtime._heads.equal else torch.tensor(layers, dtype=torch.int64, device=runtime.device)
         self._n_q, self._n_kv = n_q, n_kv = runtime._heads.counts[layers[0]]
         results = self.native.results()
-        memory = lambda name, kind: runtime.memory(self.native, results[name], kind)
-        self._stats = memory("stats", "<i4").view(count, 2 * (n_q + n_kv), 4)
-        descales = memory("descales", "<f4").view(count, n_q + 4 * n_kv)
+        memory = lambda name, dtype=torch.float32: _heads.memory(self.native, results[name], dtype, runtime.device)
+        self._stats = memory("stats", torch.int32).view(count, 2 * (n_q + n_kv), 4)
+        descales = memory("descales").view(count, n_q + 4 * n_kv)
         self._logits, self._descales = descales[:, :n_q], descales[:, n_q:].view(count, 4, n_kv)
         self.bounds = {}
         if bounded:
             self.bounds = {
-                "bounds": memory("bounds", "<f4").view(count, n_q, -1),
-                "operands": memory("operands", "<f4").view(count, 3, n_kv),
+                "bounds": memory("bounds").view(count, n_q, -1),
+                "operands": memory("operands").view(count, 3, n_kv),
             }
 
     def observe(self, runtime, stream):
@@ -214,41 +215,3 @@ def make_policy(name, config, tail):
         return Geometry()
     return Current() if name == "current" else Native(name, config, tail)
 
-
-def _spec(found):
-    """The layers as the crate's attention spec."""
-    first = found[0]
-    rope = lambda layer: (
-        layer.rotary
-        and {
-            "rotary_dim": layer.rotary,
-            "layout": "interleaved" if layer.interleaved else "half-split",
-            "attention_factor": layer.rope_factor,
-            "inv_freq": None,
-        }
-    )
-    return {
-        "name": "model",
-        "family": "torch",
-        "causal": True,
-        "layers": len(found),
-        "d_model": first.q.shape[1],
-        "n_q_heads": first.n_q_heads,
-        "n_kv_heads": first.n_kv_heads,
-        "d_head": first.d_head,
-        "norm": {
-            "kind": {"rms": "rms-norm", "layer": "layer-norm", None: "none"}[first.norm],
-            "gain": "plain" if first.gain is not None else "unit",
-            "shift": first.shift is not None,
-        },
-        "bias": {key: getattr(first, f"{key}_bias") is not None for key in "qkv"},
-        "rope": [rope(layer) or None for layer in found],
-        "qk_norm": None,
-        # Bounds on logits are of grown queries.
-        "softmax_scale": [
-            layer.query_factor * (layer.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale)
-            for layer in found
-        ],
-        "soft_cap": None,
-        "max_positions": None,
-    }

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .._errors import ArgumentError, MismatchError
-from ._casts import E4M3
+from ._e4m3 import E4M3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _calls, _distributed, _engine, _layers, _results, _saved
+from . import _backends, _calls, _distributed, _engine, _heads, _layers, _saved, _telemetry
 from ._plan import LayerPlan, give_plan, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ._hints import Backend, Bound, Fallback, Group, Layers, Policy, PolicyName, Telemetry
+    from ._typing import Backend, Bound, Fallback, Group, Layers, Policy, PolicyName, Telemetry
 
 
 class Runtime:
@@ -109,7 +109,7 @@ class Runtime:
         layers = _layers.Layers(model, self._given)
         found = layers.at_rest
         self.device, self._q_heads = layers.device(), layers.q_heads
-        self._shape, self._heads = _shape(found), _results.Heads(found)
+        self._shape, self._heads = _shape(found), _heads.Heads(found)
         check_layers(policy, found)
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
@@ -213,7 +213,7 @@ class Runtime:
         self._policy.bind(self, layers.at_rest)
         self._targets = self._policy.targets(self)
         if self.logits is not None:
-            self._targets["bounds"] = [*self._targets.get("bounds", []), _results.Target(self.logits)]
+            self._targets["bounds"] = [*self._targets.get("bounds", []), _heads.Target(self.logits)]
         resident = [layers.at_rest[index] for index in layers.resident]
         if self._targets and resident:
             self._engine = _engine.Engine(resident, self._targets, self, layers.resident)
@@ -381,7 +381,7 @@ class Runtime:
     def observed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
         counts ``(layers, 3, n_kv, [overflow, beyond, non_finite])``."""
-        return _results.observed(self.words, self._heads)
+        return _telemetry.observed(self.words, self._heads)
 
     def stats(self) -> dict[str, Any]:
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
@@ -396,7 +396,7 @@ class Runtime:
         """
         counted = [_calls.counted(plan.key) for plan in self.layers]
         descales = None if self._policy.per_call else self.descales.cpu()
-        return _results.stats(self.words.cpu(), self._heads, descales, counted, self.reporting)
+        return _telemetry.stats(self.words.cpu(), self._heads, descales, counted, self.reporting)
 
     def slack(self) -> dict[str, dict[str, NDArray[np.generic]]]:
         """Worst-case bound / observed maximum in the burn-in of ``auto-c``: for ``logit``, ``q``, ``k`` and ``v`` a
@@ -435,12 +435,6 @@ class Runtime:
             with torch.inference_mode(False), torch.no_grad():
                 self._policy.load(part["state"])
                 self.descales.copy_(part["descales"])
-
-    def memory(self, owner: object, place: tuple[int, int] | torch.Tensor, kind: str) -> torch.Tensor:
-        """Memory that ``owner`` holds, as a tensor that keeps it alive; on the CPU it is one."""
-        if isinstance(place, torch.Tensor):
-            return place
-        return torch.as_tensor(_results.Memory(owner, *place, kind), device=self.device)
 
 
 def _shape(found):

@@ -29,7 +29,7 @@ def sample(grad, operands, descales, out, terms, rows, turn):
     q, k, v = operands
     (batch, len_q, n_q, _), (len_k, n_kv) = q.shape, k.shape[1:3]
     entry, count = turn % batch, min(rows, len_q)
-    spread = (torch.arange(count, device=q.device) + turn * _GOLDEN % 1.0) * (len_q / count)
+    spread = (torch.arange(count, dtype=torch.float32, device=q.device) + turn * _GOLDEN % 1.0) * (len_q / count)
     places = spread.long().clamp_max(len_q - 1)
     taken = lambda x: x[entry].index_select(0, places)
     q, grad, out = _wide(taken(_bytes(q)).view(q.dtype)), _wide(taken(grad)), _wide(taken(out))

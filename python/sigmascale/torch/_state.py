@@ -142,7 +142,8 @@ def _state(records, head):
             }
         )
     width = max(record.n_kv for record in records)
-    descales = torch.full((len(records), 4, width), torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    descales = torch.full((len(records), 4, width), tiny, dtype=torch.float32, device="cpu")
     for row, record in enumerate(records):
         descales[row, :, : record.n_kv] = record.descales
     unequal = [] if len(groups) == 1 else [[record.n_q, record.n_kv] for record in records]

@@ -17,7 +17,7 @@ from .. import _native
 from .._errors import ArgumentError, NonFiniteError
 from .._offline import _SAFETENSORS
 from .._parameters import Tail
-from . import _host, _layers, _results
+from . import _heads, _host, _layers
 
 _KINDS = {dtype: _SAFETENSORS[name] for dtype, name in _layers._DTYPES.items()}
 # Bits of a status that say that weights or bounds are not finite.
@@ -45,7 +45,7 @@ class DeviceStream:
         self._open, self._free = {}, {}
         self._rows = [slice(*row) for row in zip(ends, ends[1:])]
         with torch.inference_mode(False):
-            self._results = torch.zeros(ends[-1], device=device)
+            self._results = torch.zeros(ends[-1], dtype=torch.float32, device=device)
             self._targets = [self._results[row].split([row.stop - row.start - 1, 1]) for row in self._rows]
         # Layers that were launched and not read: place, engine, and the list that awaits the layer.
         self._unread = []
@@ -71,6 +71,8 @@ class DeviceStream:
             raise ArgumentError(
                 f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read on a device; pass host=True for others"
             )
+        if tensor.is_meta:
+            raise ArgumentError(f"{name} is on the meta device and has no values: load it first")
         due = self._native.note(name, kind, list(tensor.shape))
         if name not in self._readers:
             prefix = next((x for x in self._prefixes if name.startswith(x) and name[len(x) :] in self._readers), "")
@@ -203,13 +205,9 @@ class _Engine:
         else:
             self._native = _native.ScaleEngine(device.index, rows, False, Tail().eta)
         results = self._native.results()
-        of = lambda place, kind: (
-            place
-            if isinstance(place, torch.Tensor)
-            else torch.as_tensor(_results.Memory(self._native, *place, kind), device=device)
-        )
+        of = lambda name, dtype: _heads.memory(self._native, results[name], dtype, device)
         # Words in one type, so that copies keep their bits.
-        self._heads, self._status = of(results["heads"], "<f4"), of(results["status"], "<i4").view(torch.float32)
+        self._heads, self._status = of("heads", torch.float32), of("status", torch.int32).view(torch.float32)
 
     def launch(self, stream, heads, status):
         """Puts the layer's scales on a stream, and copies of its results."""

@@ -1,9 +1,15 @@
-"""What one attention call computes beside its tensors, and which keys its queries see."""
+"""What one attention call computes beside its operands, and which keys its queries see."""
 
 import dataclasses
+import operator
 import os
+import types
 
 import torch
+
+# What a forward keeps for a backward: nothing; q, k and v in E4M3; beside them the logarithm of each row's largest P, for dQ by a
+# product in FP8; or what the rounding of the output took, for delta of the output before it.
+NOTHING, OPERANDS, FP8_DQ, UNROUNDED_DELTA = "nothing", "operands", "fp8-dq", "unrounded-delta"
 
 _CHECK = os.environ.get("SIGMASCALE_CHECK", "0") == "1"
 
@@ -19,6 +25,11 @@ def checked(x):
     return (x.is_cpu or _CHECK) and readable(x)
 
 
+def _term(kind, **default):
+    """A field of the list below, with its type in the schema of operators."""
+    return dataclasses.field(metadata={"kind": kind}, **default)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sequences:
     """Where the sequences of a padded or packed batch lie: int32 ``(count,)`` on the operands' device, never read by the host.
@@ -27,13 +38,13 @@ class Sequences:
     are not read, and get zeros.
     """
 
-    q_starts: torch.Tensor
-    q_ends: torch.Tensor
-    k_starts: torch.Tensor
-    k_ends: torch.Tensor
+    q_starts: torch.Tensor = _term("Tensor?")
+    q_ends: torch.Tensor = _term("Tensor?")
+    k_starts: torch.Tensor = _term("Tensor?")
+    k_ends: torch.Tensor = _term("Tensor?")
     # At least as long as the longest.
-    max_len_q: int
-    max_len_k: int
+    max_len_q: int = _term("SymInt?")
+    max_len_k: int = _term("SymInt?")
 
     @property
     def places(self):
@@ -41,25 +52,64 @@ class Sequences:
         return self.q_starts, self.q_ends, self.k_starts, self.k_ends
 
 
-@dataclasses.dataclass(frozen=True)
+# Not frozen, which would take longer to make than the rest of a call.
+@dataclasses.dataclass
 class Terms:
-    """Mask, softmax scale, soft-cap, sinks and sequences of a call.
+    """What a call computes beside its operands: the one list of it, whose values do not change once it is made.
 
-    Query i of a sequence stands at i + len_k - len_q, and sees ``window`` keys before it and after it (-1: all), none after it where
-    the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its head's row sums.
+    Schemas and fake implementations of the operators, what autograd saves, and keys of caches are made from these fields, and the
+    native half reads them by name (``Terms`` in ``python/src/call.rs``). A new term is a field here and one there.
+
+    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
+    all), none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
+    head's row sums.
     """
 
-    causal: bool
-    scale: float
-    window: tuple[int, int] = (-1, -1)
-    soft_cap: float | None = None
-    sinks: torch.Tensor | None = None
+    causal: bool = _term("bool")
+    scale: float = _term("float")
+    window_left: int | None = _term("int?", default=None)
+    window_right: int | None = _term("int?", default=None)
+    soft_cap: float | None = _term("float?", default=None)
+    sinks: torch.Tensor | None = _term("Tensor?", default=None)
+    # How P V is summed: "f16", or "fp8-N", promoted to f32 every N keys.
+    accumulator: str = _term("str", default="fp8-256")
+    # What the forward keeps for a backward.
+    keeps: str = _term("str", default=NOTHING)
+    # Of the operators it is all the fields of `Sequences`, or None for each.
     sequences: Sequences | None = None
+
+    @classmethod
+    def of(cls, flat):
+        """Terms from the arguments of an operator, :meth:`flat` again."""
+        own, places = flat[:_OWN_COUNT], flat[_OWN_COUNT:]
+        return cls(*own, sequences=None if places[0] is None else Sequences(*places))
+
+    def flat(self):
+        """All values, as the operators take them."""
+        sequences = self.sequences
+        own = [getattr(self, name) for name in _OWN]
+        return own + ([None] * len(_PLACES) if sequences is None else [getattr(sequences, name) for name in _PLACES])
+
+    def key(self):
+        """What sizes and choices of kernels may depend on: values, and shapes of tensors."""
+        tensors = [getattr(getattr(self, name), "shape", None) for name in _TENSORS]
+        places = self.sequences
+        return *_values(self), *tensors, places and (places.q_starts.shape, places.max_len_q, places.max_len_k)
+
+    def masked(self, causal, window, sequences):
+        """The same under another mask."""
+        left, right = (keys if keys >= 0 else None for keys in window)
+        return dataclasses.replace(self, causal=causal, window_left=left, window_right=right, sequences=sequences)
+
+    @property
+    def window(self):
+        """Keys seen to the left and to the right, -1 for all."""
+        return tuple(-1 if keys is None else keys for keys in (self.window_left, self.window_right))
 
     @property
     def dense(self):
         """Whether there is nothing but causality and the scale."""
-        return self.window == (-1, -1) and self.soft_cap is None and self.sinks is None and self.sequences is None
+        return all([getattr(self, name) is None for name in _BEYOND_DENSE])
 
     def visible(self, batch, len_q, len_k, device):
         """True where a query sees a key, ``(batch or 1, 1, len_q, len_k)``; None where every query sees all."""
@@ -68,9 +118,10 @@ class Terms:
         if self.sequences is None:
             if left < 0 and right < 0:
                 return None
-            ahead = torch.arange(len_k, device=device) - torch.arange(len_q, device=device)[:, None] - (len_k - len_q)
+            key, row = (torch.arange(count, dtype=torch.int64, device=device) for count in (len_k, len_q))
+            ahead = key - row[:, None] - (len_k - len_q)
             return _in_window(ahead, left, right)[None, None]
-        rows = torch.arange(batch * len_q, device=device)
+        rows = torch.arange(batch * len_q, dtype=torch.int64, device=device)
         return self._in_sequences(rows, len_q, len_k).view(batch, len_q, len_k)[:, None]
 
     def visible_to(self, rows, entry, len_q, len_k):
@@ -81,7 +132,8 @@ class Terms:
         right = 0 if self.causal else right
         if left < 0 and right < 0:
             return None
-        return _in_window(torch.arange(len_k, device=rows.device) - rows[:, None] - (len_k - len_q), left, right)
+        key = torch.arange(len_k, dtype=torch.int64, device=rows.device)
+        return _in_window(key - rows[:, None] - (len_k - len_q), left, right)
 
     def _in_sequences(self, rows, len_q, len_k):
         """The same of queries that are counted over the whole batch."""
@@ -90,11 +142,33 @@ class Terms:
         of, inside = _sequence_of(q_starts, q_ends, rows)
         # From the first key of the sequence.
         first = rows // len_q * len_k - k_starts[of]
-        key = first[:, None] + torch.arange(len_k, device=rows.device)
+        key = first[:, None] + torch.arange(len_k, dtype=torch.int64, device=rows.device)
         count = (k_ends - k_starts)[of][:, None]
         row = (rows - q_starts[of] - (q_ends - q_starts)[of])[:, None]
         seen = (key >= 0) & (key < count) & inside[:, None]
         return seen & _in_window(key - count - row, left, 0 if self.causal else right)
+
+
+class Call(types.SimpleNamespace):
+    """A call as the native half reads it (``Call`` in ``python/src/call.rs``): terms, operands, and results to write."""
+
+    k = v = pages = stats = saved = row_max = residual = rope = None
+    # Of a backward.
+    d_out = dq = dk = dv = d_sinks = sums_limit = None
+    deterministic = False
+
+
+def _kinds(described):
+    return {f.name: f.metadata["kind"] for f in dataclasses.fields(described) if f.metadata}
+
+
+# Types in a schema by name, in the order of `Terms.flat`.
+KINDS = _kinds(Terms) | _kinds(Sequences)
+_OWN, _PLACES = tuple(_kinds(Terms)), tuple(_kinds(Sequences))
+_OWN_COUNT = len(_OWN)
+_BEYOND_DENSE = [f.name for f in dataclasses.fields(Terms) if f.default is None]
+_values = operator.attrgetter(*(name for name, kind in _kinds(Terms).items() if kind != "Tensor?"))
+_TENSORS = [name for name, kind in _kinds(Terms).items() if kind == "Tensor?"]
 
 
 def _in_window(ahead, left, right):
@@ -112,6 +186,20 @@ def _sequence_of(starts, ends, row):
 
 def within(x, starts, ends):
     """``x`` ``(batch, len, heads, d)`` with zeros in the rows of no sequence."""
-    rows = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    rows = torch.arange(x.shape[0] * x.shape[1], dtype=torch.int64, device=x.device)
     _, inside = _sequence_of(starts.long(), ends.long(), rows)
     return torch.where(inside.view(*x.shape[:2], 1, 1), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def seen_rows(q, k, v, terms):
+    """The operands with zeros where no sequence lies."""
+    if terms.sequences is None:
+        return q, k, v
+    q_starts, q_ends, k_starts, k_ends = terms.sequences.places
+    return within(q, q_starts, q_ends), within(k, k_starts, k_ends), within(v, k_starts, k_ends)
+
+
+def hidden(len_q, len_k, device):
+    """True where a causal query does not see a key; the last query sees all keys."""
+    rows = torch.arange(len_q, dtype=torch.int64, device=device)[:, None] + (len_k - len_q)
+    return torch.arange(len_k, dtype=torch.int64, device=device)[None, :] > rows

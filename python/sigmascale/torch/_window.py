@@ -7,14 +7,16 @@ import numpy as np
 import torch
 
 from .._errors import ArgumentError
-from . import _calls, _results
-from ._casts import MAX
+from . import _calls, _telemetry
+from ._e4m3 import MAX
 
 
 class Window:
     """Maxima and counts of the calls since the last :meth:`take`, over any number of refreshes. Nothing is read by the
     host before that."""
 
+    # Written in place at each refresh, in whatever mode that is called.
+    @torch.inference_mode(False)
     def __init__(self, runtime):
         if runtime.telemetry == "off":
             raise ArgumentError(
@@ -25,7 +27,7 @@ class Window:
         make = lambda dtype: torch.zeros(words.shape, device=words.device, dtype=dtype)
         # Of every word: the largest, the sum of refreshes, and what of the present words that sum has already.
         self._largest, self._total, self._counted = (make(torch.int64) for _ in range(3))
-        self._peaks = torch.zeros(words.shape[:2], device=words.device)
+        self._peaks = torch.zeros(words.shape[:2], dtype=torch.float32, device=words.device)
         self._rows = _descale_rows(runtime.layers, words.shape[1], runtime.n_kv_heads).to(words.device)
         self._kept = [self._largest, self._total, self._counted, self._peaks, self._rows]
         # Values of a head of q, k and v that were cast, by layer.
@@ -47,7 +49,7 @@ class Window:
 
     def _fold(self, runtime):
         """Takes the present words in."""
-        words = _results.unsigned(runtime.words)
+        words = _telemetry.unsigned(runtime.words)
         # Words stay until a refresh: what has been taken is not of the next window.
         new = words != self._counted
         torch.maximum(self._largest, words * new, out=self._largest)
@@ -70,11 +72,11 @@ class Window:
         runtime = self._runtime()
         with torch.inference_mode(False):
             self._fold(runtime)
-            self._counted.copy_(_results.unsigned(runtime.words))
+            self._counted.copy_(_telemetry.unsigned(runtime.words))
             largest, total, peaks, *values = read(self._largest, self._total, self._peaks, *others)
             for tensor in (self._largest, self._total, self._peaks):
                 tensor.zero_()
-        logits = _results.extremes(torch.from_numpy(largest[..., :2]).long()).numpy()
+        logits = _telemetry.extremes(torch.from_numpy(largest[..., :2]).long()).numpy()
         rows = []
         for plan, counts in zip(runtime.layers, self._values):
             i, n_q = plan.index, plan.n_q_heads
@@ -109,10 +111,10 @@ def _by_query_head(rows, n_q, n_kv):
 
 def _descale_rows(plans, rows, width):
     """Where the descale of each row of words lies in its layer's ``(4, width)``; those of logits have none."""
-    table = torch.zeros(len(plans), rows, dtype=torch.int64)
+    table = torch.zeros(len(plans), rows, dtype=torch.int64, device="cpu")
     for plan in plans:
         n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
-        own = torch.arange(n_kv)
+        own = torch.arange(n_kv, dtype=torch.int64, device="cpu")
         heads = own.repeat_interleave(n_q // n_kv), width + own, 2 * width + own
         table[plan.index, n_q : 2 * (n_q + n_kv)] = torch.cat(heads)
     return table

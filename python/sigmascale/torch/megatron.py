@@ -27,9 +27,9 @@ from ._context_parallel import ring_attention
 from ._layers import Layer
 
 if TYPE_CHECKING:
-    from ._hints import Bound, Group, Policy
     from ._plan import LayerPlan
     from ._runtime import Runtime
+    from ._typing import Bound, Group, Policy
 
 _NORMS = {"RMSNorm": "rms", "LayerNorm": "layer"}
 _MASKS = {"causal": True, "no_mask": False}

@@ -38,6 +38,8 @@ class Scales:
     scales: torch.Tensor
     amax: torch.Tensor
 
+    # Written in place at each refresh, in whatever mode that is called.
+    @torch.inference_mode(False)
     def __init__(self, runtime: Runtime) -> None:
         self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         self.amax = torch.zeros(len(runtime), 3, device=runtime.device, dtype=torch.float32)

@@ -28,7 +28,7 @@ def rows(n_kv):
 def whole(q, k, v, descales, causal, grad):
     """Output and gradients of plain attention over everything, from the same E4M3 operands."""
     spread = [d.expand(q.shape[0], -1) for d in descales]
-    call = cp._casts.cast_all(q, k, v, spread, None)
+    call = cp._e4m3.cast_all(q, k, v, spread, None)
     out, lse = cp.plain_forward(*call, spread, causal, q.shape[3] ** -0.5)
     out = out.to(torch.bfloat16)
     return out, cp.plain_backward(grad, *call, spread, out, lse, causal, q.shape[3] ** -0.5)

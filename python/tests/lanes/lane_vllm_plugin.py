@@ -61,7 +61,7 @@ def log(monkeypatch):
 
     lines, original = [], vllm.logger.init_logger
     note = lambda level: lambda message, *values: lines.append((level, message % values))
-    own = types.SimpleNamespace(info=note(logging.INFO), warning=note(logging.WARNING))
+    own = types.SimpleNamespace(info=note(logging.INFO), error=note(logging.ERROR))
     monkeypatch.setattr(vllm.logger, "init_logger", lambda name: own if "sigmascale" in name else original(name))
     return lines
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_bounded_is_left_alone(family, arguments, why, tmp_path, 
     _, loaded = engine_vllm.load(model, **arguments)
     assert all(engine_vllm.scales(layer) == {operand: [1.0] for operand in "qkv"} for layer in engine_vllm.attention(loaded))
     ((level, line),) = log
-    assert level == logging.WARNING and why in line
+    assert level == logging.ERROR and why in line
 
 
 def test_without_an_fp8_cache_nothing_is_done(tmp_path, log):

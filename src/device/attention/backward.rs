@@ -23,7 +23,8 @@
 use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
 use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};
 use super::kernels::{Kernels, Tells, Variant as _, run_map};
-use super::params::{self, outer_strides};
+use super::params;
+use super::sizes::outer_strides;
 use super::terms::{DeviceCall, Features};
 use crate::attention::Keeps;
 use crate::cuda::{Arch, Device, Launch, Request, SideStreams, Stream, View, sources};

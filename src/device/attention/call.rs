@@ -3,7 +3,7 @@
 use super::cut;
 use super::pages::Pages;
 use super::regions::{Regions, check_workspace};
-use super::sizes::{row_strides, rows_bytes};
+use super::sizes::{expect_disjoint, row_strides, rows_bytes};
 use super::terms::DeviceCall;
 use super::tile::TILE_KEYS;
 use crate::attention::{AttentionShape, Keeps, PvAccumulator};
@@ -59,6 +59,7 @@ pub struct Rope {
 
 /// Keys and values of a call.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "calls are Copy, which a box is not")]
 pub enum Keys {
     /// Rows of a tensor.
     Rows {
@@ -178,7 +179,7 @@ impl Tensors {
                     x.expect_aligned(name, 16, multiple)?;
                 }
             }
-            Keys::Pages(pages) => pages.check(call, self)?,
+            Keys::Pages(pages) => pages.check(call, element, self.descales.logit.is_some(), self.keeps())?,
         }
         self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.out_shape())?;
         self.out.expect_aligned("out", 16, 8)?;
@@ -257,26 +258,6 @@ impl SavedOperands {
             }
         }
     }
-}
-
-/// Refuses an array that is written where two of its elements share memory. Strides of an array without such elements nest:
-/// sorted by size, each passes over all that the smaller ones reach.
-pub(super) fn expect_disjoint<const R: usize>(name: &str, x: &View<R>) -> Result<()> {
-    let mut dimensions: Vec<(i64, i64)> = x.strides().into_iter().zip(x.extents().map(|n| n as i64)).collect();
-    dimensions.retain(|&(_, extent)| extent > 1);
-    dimensions.sort_unstable();
-    let mut reach = 0;
-    for (stride, extent) in dimensions {
-        if stride <= reach {
-            return Err(Error::argument(format_args!(
-                "{name} has strides {:?}, by which elements of {:?} overlap: an output needs memory for each",
-                x.strides(),
-                x.extents()
-            )));
-        }
-        reach = stride.checked_mul(extent - 1).and_then(|span| span.checked_add(reach)).unwrap_or(i64::MAX);
-    }
-    Ok(())
 }
 
 impl Rope {

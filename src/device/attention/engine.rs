@@ -1,12 +1,11 @@
 //! The forward's engine and its launches: the cast or V's reordering, attention, and the join of split keys. Which kernels these
-//! are: [`super::variant`]; over pages: [`super::paged`].
+//! are: [`super::variant`]; over pages: [`super::paged`]; the entry for both: [`super::launch`].
 
 use super::call::{Keys, Tensors, Workspace};
 use super::cut::{self, Cut};
 use super::kernels::{Kernels, Loaded, run_map};
-use super::paged::PagesCall;
-use super::params::{self, outer_strides};
-use super::sizes::row_strides;
+use super::params;
+use super::sizes::{outer_strides, row_strides};
 use super::terms::DeviceCall;
 use super::tile::{ROWS, Split};
 use super::variant::Variant;
@@ -22,7 +21,7 @@ pub(super) const CAST_HEADS: usize = 4;
 pub(super) const CAST_ROWS: usize = 16;
 
 /// A call on rows that keeps every rule, and where its memory lies.
-struct RowsCall<'a> {
+pub(super) struct RowsCall<'a> {
     call: &'a DeviceCall,
     tensors: &'a Tensors,
     k: View<4>,
@@ -43,7 +42,7 @@ struct RowsCall<'a> {
 #[derive(Debug)]
 pub struct Cuda {
     pub(super) kernels: Kernels<Variant>,
-    overlap: bool,
+    pub(super) overlap: bool,
     split: bool,
     pub(super) table_checks: bool,
     pub(super) processors: usize,
@@ -90,60 +89,9 @@ impl Cuda {
         &self.kernels.device
     }
 
-    /// Bytes of device memory that a call needs beside its tensors.
-    ///
-    /// # Errors
-    /// If the call is not offered (`is_unsupported`), or it or a tensor breaks a rule.
-    pub fn workspace_bytes(call: &DeviceCall, tensors: &Tensors) -> Result<usize> {
-        match &tensors.keys {
-            Keys::Rows { .. } => {
-                tensors.check(call)?;
-                Ok(Workspace::of(call, tensors.q.element(), tensors.accumulator, tensors.saved.is_some()).bytes)
-            }
-            Keys::Pages(pages) => Ok(PagesCall::new(call, tensors, pages)?.place.bytes),
-        }
-    }
-
-    /// Compiles and loads what [`Cuda::launch`] would for this call, which otherwise its first call does. A capture needs
-    /// this before it.
-    ///
-    /// # Errors
-    /// If the call breaks a rule, or a kernel does not compile or load.
-    pub fn prepare(&self, call: &DeviceCall, tensors: &Tensors) -> Result<()> {
-        let (variants, joins) = match &tensors.keys {
-            Keys::Rows { .. } => {
-                tensors.check(call)?;
-                let cut = self.cut(call, tensors);
-                let variants = [Variant::cast(call, tensors), Variant::attention(call, tensors, &cut)];
-                (variants, cut.split.is_some_and(|split| split.parts > 1))
-            }
-            Keys::Pages(pages) => PagesCall::new(call, tensors, pages)?.variants(),
-        };
-        let combine = joins.then(|| Variant::combine(call, tensors));
-        variants.into_iter().chain(combine).try_for_each(|variant| self.kernels.load(variant).map(drop))
-    }
-
-    fn cut(&self, call: &DeviceCall, tensors: &Tensors) -> Cut {
+    pub(super) fn cut(&self, call: &DeviceCall, tensors: &Tensors) -> Cut {
         let split = self.split && tensors.keeps().of_kernel() == Keeps::Nothing;
         Cut::of(call, tensors.accumulator, tensors.descales.logit.is_some(), split, self.processors)
-    }
-
-    /// Puts one call on `stream`: over pages it appends the new tokens first, then `out = softmax(softmax_scale q k^T) v` over the
-    /// keys that the mask shows, as [`crate::attention`] defines it. Asynchronous and capturable.
-    ///
-    /// The workspace has [`Cuda::workspace_bytes`] bytes, 256-byte aligned, of any content. Calls that can run at the same time
-    /// need one each.
-    ///
-    /// # Errors
-    /// If the call is not offered (`is_unsupported`), a rule of [`DeviceCall`] or [`Tensors`] is broken, a kernel does not compile or
-    /// load, or the driver refuses a launch. With table checks `is_argument` also where a length or a page number is wrong.
-    pub fn launch(&self, stream: &Stream, call: &DeviceCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        if let Keys::Pages(pages) = &tensors.keys {
-            return self.launch_pages(stream, &PagesCall::new(call, tensors, pages)?, workspace);
-        }
-        let call = self.on_rows(call, tensors, workspace)?;
-        self.launch_cast(stream, &call)?;
-        self.launch_attention(stream, &call, self.overlap)
     }
 
     /// The first half of [`Cuda::launch`] on rows: q, k and v to E4M3 in the workspace. Of operands that are E4M3
@@ -163,7 +111,12 @@ impl Cuda {
         self.launch_attention(stream, &self.on_rows(call, tensors, workspace)?, false)
     }
 
-    fn on_rows<'a>(&self, call: &'a DeviceCall, tensors: &'a Tensors, workspace: &View<1>) -> Result<RowsCall<'a>> {
+    pub(super) fn on_rows<'a>(
+        &self,
+        call: &'a DeviceCall,
+        tensors: &'a Tensors,
+        workspace: &View<1>,
+    ) -> Result<RowsCall<'a>> {
         tensors.check(call)?;
         let Keys::Rows { k, v } = tensors.keys else {
             return Err(Error::unsupported("halves of a call over pages are not launched alone"));
@@ -189,7 +142,7 @@ impl Cuda {
         })
     }
 
-    fn launch_cast(&self, stream: &Stream, call: &RowsCall) -> Result<()> {
+    pub(super) fn launch_cast(&self, stream: &Stream, call: &RowsCall) -> Result<()> {
         let variant = Variant::cast(call.call, call.tensors);
         let kernel = self.kernels.load(variant)?;
         let [q, k, v] = call.operands;
@@ -200,7 +153,7 @@ impl Cuda {
     }
 
     /// `overlap`: the kernel in front on the stream is the cast of this call.
-    fn launch_attention(&self, stream: &Stream, call: &RowsCall, overlap: bool) -> Result<()> {
+    pub(super) fn launch_attention(&self, stream: &Stream, call: &RowsCall, overlap: bool) -> Result<()> {
         let RowsCall { call: terms, tensors, header, operands: [at_q, at_k, at_v], cut, .. } = *call;
         let (forward, sizes) = (self.kernels.load(Variant::attention(terms, tensors, &cut))?, terms.shape);
         let tile = cut.tile;

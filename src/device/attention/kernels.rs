@@ -1,6 +1,6 @@
 //! What the engines of the forward and of the backward share: kernels loaded as calls need them, and the maps of operands.
 
-use super::params::outer_strides;
+use super::sizes::outer_strides;
 use crate::cuda::per_key::PerKey;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Buffer, Device, Element, Kernel, Request, View};

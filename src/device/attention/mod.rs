@@ -39,6 +39,7 @@ mod cut;
 mod engine;
 mod host;
 mod kernels;
+mod launch;
 mod paged;
 mod pages;
 mod params;

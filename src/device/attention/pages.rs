@@ -1,7 +1,7 @@
 //! Keys in the pages of a cache: their rules, and the workspace of a call on them.
 
-use super::call::{Tensors, expect_disjoint};
 use super::regions::{Regions, check_workspace};
+use super::sizes::expect_disjoint;
 use super::terms::DeviceCall;
 use super::tile::{PARTS_BYTES, PROCESSORS, Split};
 use crate::attention::{AttentionShape, Keeps};
@@ -65,8 +65,8 @@ impl Pages {
         self.new.map_or(0, |new| new.k.extents()[1])
     }
 
-    /// Checks the cache, and that the call has nothing that is not offered over pages.
-    pub(super) fn check(&self, call: &DeviceCall, tensors: &Tensors) -> Result<()> {
+    /// Checks the cache, and that the call, whose queries are of type `q`, has nothing that is not offered over pages.
+    pub(super) fn check(&self, call: &DeviceCall, q: Element, logits_in_e4m3: bool, keeps: Keeps) -> Result<()> {
         let ([pages, page_size, ..], sizes) = (self.k.extents(), &call.shape);
         if !page_size.is_power_of_two() || !PAGE_SIZES.contains(&page_size) {
             return Err(Error::unsupported(format_args!(
@@ -76,15 +76,12 @@ impl Pages {
         sizes.check_64_or_128("attention over pages")?;
         let (_, features) = call.features();
         let terms = features.all().map(|(_, what, given)| (what, given));
-        let others = [
-            ("logits in E4M3", tensors.descales.logit.is_some()),
-            ("operands for a backward", tensors.keeps() != Keeps::Nothing),
-        ];
+        let others = [("logits in E4M3", logits_in_e4m3), ("operands for a backward", keeps != Keeps::Nothing)];
         if let Some((what, _)) = terms.into_iter().chain(others).find(|(_, given)| *given) {
             return Err(Error::unsupported(format_args!("over pages the GPU does not offer {what}")));
         }
         self.check_cache(sizes, pages)?;
-        self.new.map_or(Ok(()), |new| new.check(sizes, tensors.q.element()))
+        self.new.map_or(Ok(()), |new| new.check(sizes, q))
     }
 
     fn check_cache(&self, sizes: &AttentionShape, pages: usize) -> Result<()> {
@@ -196,7 +193,7 @@ impl PagesWorkspace {
 
 #[cfg(test)]
 mod tests {
-    use super::super::call::{Descales, Keys, Rope};
+    use super::super::call::{Descales, Keys, Rope, Tensors};
     use super::*;
     use crate::attention::{Mask, PvAccumulator};
     use crate::cuda::DevicePtr;

@@ -3,10 +3,11 @@
 use super::backward_call::{BackwardTensors, Delta};
 use super::call::{Descales, Tensors};
 use super::kernels::{Kernels, Variant};
+use super::sizes::outer_strides;
 use super::terms::DeviceCall;
 use super::tile::Split;
 use crate::attention::AttentionShape;
-use crate::cuda::{DevicePtr, Element, View};
+use crate::cuda::{DevicePtr, Element};
 use bytemuck::{Pod, Zeroable};
 
 /// The C++ name of a field, where it has another.
@@ -445,12 +446,6 @@ impl Backward {
             ..Zeroable::zeroed()
         }
     }
-}
-
-/// Batch, row and head strides of a tensor whose last dimension is contiguous.
-pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {
-    let s = x.unit_free_strides();
-    [s[0], s[1], s[2]]
 }
 
 /// The number that `cast_qkv` knows an input type by.

@@ -1,6 +1,7 @@
 //! What the GPU takes of the sizes of a call, and the head dimensions that its kernels are compiled for.
 
 use crate::attention::AttentionShape;
+use crate::cuda::View;
 use crate::error::{Error, Result};
 
 /// Head dimensions that kernels are compiled for; others read as the next larger one, filled up with zeros.
@@ -128,4 +129,30 @@ pub(super) fn row_strides([_, length, heads, d]: [usize; 4]) -> [i64; 4] {
 /// Bytes of such an array.
 pub(super) fn rows_bytes(shape: [usize; 4]) -> usize {
     shape[0] * row_strides(shape)[0] as usize
+}
+
+/// Batch, row and head strides of a tensor whose last dimension is contiguous.
+pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {
+    let s = x.unit_free_strides();
+    [s[0], s[1], s[2]]
+}
+
+/// Refuses an array that is written where two of its elements share memory. Strides of an array without such elements nest:
+/// sorted by size, each passes over all that the smaller ones reach.
+pub(super) fn expect_disjoint<const R: usize>(name: &str, x: &View<R>) -> Result<()> {
+    let mut dimensions: Vec<(i64, i64)> = x.strides().into_iter().zip(x.extents().map(|n| n as i64)).collect();
+    dimensions.retain(|&(_, extent)| extent > 1);
+    dimensions.sort_unstable();
+    let mut reach = 0;
+    for (stride, extent) in dimensions {
+        if stride <= reach {
+            return Err(Error::argument(format_args!(
+                "{name} has strides {:?}, by which elements of {:?} overlap: an output needs memory for each",
+                x.strides(),
+                x.extents()
+            )));
+        }
+        reach = stride.checked_mul(extent - 1).and_then(|span| span.checked_add(reach)).unwrap_or(i64::MAX);
+    }
+    Ok(())
 }

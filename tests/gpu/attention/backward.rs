@@ -203,7 +203,7 @@ fn output_gradient(call: &AttentionCall, seed: u64) -> Vec<f32> {
     (0..call.shape.q_elements()).map(draw).collect()
 }
 
-fn engine() -> BackwardEngine {
+pub(super) fn engine() -> BackwardEngine {
     BackwardEngine::new(device()).unwrap()
 }
 
@@ -238,20 +238,23 @@ const OF_SIZE: f64 = 3e-3;
 
 fn gradients_are_the_cpus() {
     let engines = [false, true].map(|deterministic| engine().with_deterministic(deterministic));
-    for (seed, call) in cases().enumerate() {
-        let data = Data::new(&call.shape, seed as u64);
-        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 1000 + seed as u64));
-        let want = expected(&call, &data, &plan, &d_out);
-        for engine in &engines {
-            let memory = Memory::new(engine, &call, &data, &plan, &d_out);
-            let given = BackwardTensors {
-                delta: Delta::Given(unsafe { View::dense(memory.delta.ptr(), Element::F32, Memory::shapes(&call).2) }),
-                ..memory.tensors(&call)
-            };
-            for tensors in [memory.tensors(&call), given] {
-                memory.launch(engine, &stream(), &call, &tensors);
-                check(&call, &memory.read(), &want);
-            }
+    cases().enumerate().for_each(|(seed, call)| gradients_of(&call, seed as u64, &engines));
+}
+
+/// Gradients of one call, with delta computed and given.
+pub(super) fn gradients_of(call: &AttentionCall, seed: u64, engines: &[BackwardEngine]) {
+    let data = Data::new(&call.shape, seed);
+    let (plan, d_out) = (data.plan(call, 1.0), output_gradient(call, 1000 + seed));
+    let want = expected(call, &data, &plan, &d_out);
+    for engine in engines {
+        let memory = Memory::new(engine, call, &data, &plan, &d_out);
+        let given = BackwardTensors {
+            delta: Delta::Given(unsafe { View::dense(memory.delta.ptr(), Element::F32, Memory::shapes(call).2) }),
+            ..memory.tensors(call)
+        };
+        for tensors in [memory.tensors(call), given] {
+            memory.launch(engine, &stream(), call, &tensors);
+            check(call, &memory.read(), &want);
         }
     }
 }
@@ -360,25 +363,30 @@ fn parts_have_the_gradients_of_the_whole_call() {
     for (batch, n_q_heads, n_kv_heads, limit) in limits {
         for (d_head, deterministic) in [(64, false), (128, false), (128, true)] {
             let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: 300, len_k: 411, d_head, d_v: d_head };
-            let call = AttentionCall::causal(shape);
-            let options = BackwardOptions { deterministic, ..BackwardOptions::default() };
-            let [whole, cut] = [Some(usize::MAX), limit]
-                .map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
-            let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&on_device(&call)).unwrap());
-            assert!(bytes[1] < bytes[0], "{shape:?} is cut");
-            let data = Data::new(&shape, 14);
-            let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 15));
-            let memory = Memory::new(&whole, &call, &data, &plan, &d_out);
-            let tensors = memory.tensors(&call);
-            memory.launch(&whole, &stream(), &call, &tensors);
-            let want = memory.read();
-            for _ in 0..5 {
-                memory.launch(&cut, &stream(), &call, &tensors);
-                for (have, want) in memory.read().iter().zip(&want) {
-                    let error = distance(&floats(have), &wide(&floats(want)));
-                    assert!(error <= 1e-3, "{shape:?} {options:?}: {error:.2e}");
-                }
-            }
+            parts_of(shape, limit, deterministic);
+        }
+    }
+}
+
+/// A call in parts of so many bytes of sums.
+pub(super) fn parts_of(shape: AttentionShape, limit: Option<usize>, deterministic: bool) {
+    let call = AttentionCall::causal(shape);
+    let options = BackwardOptions { deterministic, ..BackwardOptions::default() };
+    let [whole, cut] =
+        [Some(usize::MAX), limit].map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
+    let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&on_device(&call)).unwrap());
+    assert!(bytes[1] < bytes[0], "{shape:?} is cut");
+    let data = Data::new(&shape, 14);
+    let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 15));
+    let memory = Memory::new(&whole, &call, &data, &plan, &d_out);
+    let tensors = memory.tensors(&call);
+    memory.launch(&whole, &stream(), &call, &tensors);
+    let want = memory.read();
+    for _ in 0..5 {
+        memory.launch(&cut, &stream(), &call, &tensors);
+        for (have, want) in memory.read().iter().zip(&want) {
+            let error = distance(&floats(have), &wide(&floats(want)));
+            assert!(error <= 1e-3, "{shape:?} {options:?}: {error:.2e}");
         }
     }
 }
@@ -421,91 +429,96 @@ fn parts_of_several_threads_are_apart() {
 
 /// dQ of E4M3 codes of dS is the CPU's, whose specification it is, and dK and dV are what they are without.
 fn dq_in_fp8_is_the_cpus() {
-    let fp8 = engine().with_options(BackwardOptions { keeps: Keeps::Fp8Dq, ..BackwardOptions::default() });
-    for (seed, call) in cases().filter(|call| call.shape.d_head <= 128).enumerate() {
-        let data = Data::new(&call.shape, 100 + seed as u64);
-        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 2000 + seed as u64));
-        let x = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
-        let exact = reference(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap();
-        let slopes = reference_backward(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v), &wide(&d_out)).unwrap();
-        let lse: Vec<f32> = exact.lse.iter().map(|&x| x as f32).collect();
-        let out: Vec<f32> = exact.out.iter().map(|&x| bf16::from_f64(x).to_f32()).collect();
-        let how = BackwardPrecision::after(Keeps::Fp8Dq);
-        let saved = Saved { out: &out, lse: &lse };
-        let want = backward(&call, &data.inputs(), &plan, &Precision::KERNEL, &how, &saved, &d_out).unwrap();
+    let all = cases().filter(|call| call.shape.d_head <= 128);
+    all.enumerate().for_each(|(seed, call)| dq_in_fp8_of(&call, seed as u64));
+}
 
-        let memory = Memory::new(&fp8, &call, &data, &plan, &d_out);
-        let plain = memory.tensors(&call);
-        memory.launch(&engine(), &stream(), &call, &plain);
-        let [_, dk, dv] = memory.read();
-        let (rows, norms) = (largest_p(&call, &x, &exact.lse), value_norms(&call, &x));
-        let [rows, norms] = [rows, norms].map(|x| device().upload(&x).unwrap());
-        let AttentionShape { batch, n_kv_heads, .. } = call.shape;
-        // SAFETY: as in `descales`.
-        let bounds = unsafe {
-            RowBounds {
-                row_max: View::dense(rows.ptr(), Element::F32, Memory::shapes(&call).2),
-                value_norm: Some(View::dense(norms.ptr(), Element::F32, [batch, n_kv_heads])),
-            }
-        };
-        memory.launch(&fp8, &stream(), &call, &BackwardTensors { bounds: Some(bounds), ..plain });
-        let have = memory.read();
-        assert!(have[1] == dk && have[2] == dv, "{call:?}");
-        let (have, own) = (floats(&have[0]), distance(&want.dq, &slopes.dq));
-        let (error, apart) = (distance(&have, &slopes.dq), distance(&have, &wide(&want.dq)));
-        // Rows of few keys have dS of the rounding alone.
-        let few = call.shape.len_k <= 3;
-        assert!(few || (0.7 * own..1.4 * own).contains(&error), "{call:?}: {error:.2e}, the CPU {own:.2e}");
-        assert!(few || apart <= 0.6 * own + ROUNDING, "{call:?}: {apart:.2e} from the CPU, whose error is {own:.2e}");
-        // Without a bound on v the codes use less of their range.
-        memory.launch(
-            &fp8,
-            &stream(),
-            &call,
-            &BackwardTensors { bounds: Some(RowBounds { value_norm: None, ..bounds }), ..plain },
-        );
-        let loose = distance(&floats(&memory.read()[0]), &slopes.dq);
-        assert!(few || loose <= 3.0 * own + ROUNDING, "{call:?}: {loose:.2e} without a bound on v");
-    }
+pub(super) fn dq_in_fp8_of(call: &AttentionCall, seed: u64) {
+    let fp8 = engine().with_options(BackwardOptions { keeps: Keeps::Fp8Dq, ..BackwardOptions::default() });
+    let data = Data::new(&call.shape, 100 + seed);
+    let (plan, d_out) = (data.plan(call, 1.0), output_gradient(call, 2000 + seed));
+    let x = dequantised(call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
+    let exact = reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap();
+    let slopes = reference_backward(call, &wide(&x.q), &wide(&x.k), &wide(&x.v), &wide(&d_out)).unwrap();
+    let lse: Vec<f32> = exact.lse.iter().map(|&x| x as f32).collect();
+    let out: Vec<f32> = exact.out.iter().map(|&x| bf16::from_f64(x).to_f32()).collect();
+    let how = BackwardPrecision::after(Keeps::Fp8Dq);
+    let saved = Saved { out: &out, lse: &lse };
+    let want = backward(call, &data.inputs(), &plan, &Precision::KERNEL, &how, &saved, &d_out).unwrap();
+
+    let memory = Memory::new(&fp8, call, &data, &plan, &d_out);
+    let plain = memory.tensors(call);
+    memory.launch(&engine(), &stream(), call, &plain);
+    let [_, dk, dv] = memory.read();
+    let (rows, norms) = (largest_p(call, &x, &exact.lse), value_norms(call, &x));
+    let [rows, norms] = [rows, norms].map(|x| device().upload(&x).unwrap());
+    let AttentionShape { batch, n_kv_heads, .. } = call.shape;
+    // SAFETY: as in `descales`.
+    let bounds = unsafe {
+        RowBounds {
+            row_max: View::dense(rows.ptr(), Element::F32, Memory::shapes(call).2),
+            value_norm: Some(View::dense(norms.ptr(), Element::F32, [batch, n_kv_heads])),
+        }
+    };
+    memory.launch(&fp8, &stream(), call, &BackwardTensors { bounds: Some(bounds), ..plain });
+    let have = memory.read();
+    assert!(have[1] == dk && have[2] == dv, "{call:?}");
+    let (have, own) = (floats(&have[0]), distance(&want.dq, &slopes.dq));
+    let (error, apart) = (distance(&have, &slopes.dq), distance(&have, &wide(&want.dq)));
+    // Rows of few keys have dS of the rounding alone.
+    let few = call.shape.len_k <= 3;
+    assert!(few || (0.7 * own..1.4 * own).contains(&error), "{call:?}: {error:.2e}, the CPU {own:.2e}");
+    assert!(few || apart <= 0.6 * own + ROUNDING, "{call:?}: {apart:.2e} from the CPU, whose error is {own:.2e}");
+    // Without a bound on v the codes use less of their range.
+    memory.launch(
+        &fp8,
+        &stream(),
+        call,
+        &BackwardTensors { bounds: Some(RowBounds { value_norm: None, ..bounds }), ..plain },
+    );
+    let loose = distance(&floats(&memory.read()[0]), &slopes.dq);
+    assert!(few || loose <= 3.0 * own + ROUNDING, "{call:?}: {loose:.2e} without a bound on v");
 }
 
 /// With what rounding took from the output, gradients are those of the exact delta, nearly bit for bit; without, dQ and dK are not.
 fn delta_of_the_unrounded_output_is_the_exact_one() {
+    cases().enumerate().for_each(|(seed, call)| delta_unrounded_of(&call, seed as u64));
+}
+
+pub(super) fn delta_unrounded_of(call: &AttentionCall, seed: u64) {
     let plain = engine().with_deterministic(true);
     let options = BackwardOptions { deterministic: true, keeps: Keeps::UnroundedDelta, ..BackwardOptions::default() };
     let unrounded = engine().with_options(options);
-    for (seed, call) in cases().enumerate() {
-        let data = Data::new(&call.shape, 300 + seed as u64);
-        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 3000 + seed as u64));
-        let memory = Memory::new(&plain, &call, &data, &plan, &d_out);
-        let x = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
-        let out = reference(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().out;
-        let took: Vec<f32> = out.iter().map(|&x| (x - bf16::from_f32(x as f32).to_f64()) as f32).collect();
-        let residual = device().upload(&bf16_bytes(&took)).unwrap();
-        let (of_q, _, of_lse) = Memory::shapes(&call);
-        let tensors = memory.tensors(&call);
-        let Delta::Output(rounded) = tensors.delta else { unreachable!("as it is made") };
-        // SAFETY: as in `descales`.
-        let [given, kept] = unsafe {
-            let residual = View::dense(residual.ptr(), Element::Bf16, of_q);
-            [
-                Delta::Given(View::dense(memory.delta.ptr(), Element::F32, of_lse)),
-                Delta::Unrounded { out: rounded, residual },
-            ]
+    let data = Data::new(&call.shape, 300 + seed);
+    let (plan, d_out) = (data.plan(call, 1.0), output_gradient(call, 3000 + seed));
+    let memory = Memory::new(&plain, call, &data, &plan, &d_out);
+    let x = dequantised(call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
+    let out = reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().out;
+    let took: Vec<f32> = out.iter().map(|&x| (x - bf16::from_f32(x as f32).to_f64()) as f32).collect();
+    let residual = device().upload(&bf16_bytes(&took)).unwrap();
+    let (of_q, _, of_lse) = Memory::shapes(call);
+    let tensors = memory.tensors(call);
+    let Delta::Output(rounded) = tensors.delta else { unreachable!("as it is made") };
+    // SAFETY: as in `descales`.
+    let [given, kept] = unsafe {
+        let residual = View::dense(residual.ptr(), Element::Bf16, of_q);
+        [
+            Delta::Given(View::dense(memory.delta.ptr(), Element::F32, of_lse)),
+            Delta::Unrounded { out: rounded, residual },
+        ]
+    };
+    let run = |engine: &BackwardEngine, delta: Delta| {
+        memory.launch(engine, &stream(), call, &BackwardTensors { delta, ..tensors });
+        memory.read()
+    };
+    let (exact, without, with) = (run(&plain, given), run(&plain, tensors.delta), run(&unrounded, kept));
+    assert!(with[2] == exact[2], "{call:?}: dV does not depend on delta");
+    for (i, name) in ["dq", "dk"].into_iter().enumerate() {
+        let far = |from: &[Vec<u16>; 3]| {
+            norm(floats(&from[i]).iter().zip(floats(&exact[i])).map(|(&a, b)| f64::from(a) - f64::from(b)))
         };
-        let run = |engine: &BackwardEngine, delta: Delta| {
-            memory.launch(engine, &stream(), &call, &BackwardTensors { delta, ..tensors });
-            memory.read()
-        };
-        let (exact, without, with) = (run(&plain, given), run(&plain, tensors.delta), run(&unrounded, kept));
-        assert!(with[2] == exact[2], "{call:?}: dV does not depend on delta");
-        for (i, name) in ["dq", "dk"].into_iter().enumerate() {
-            let far = |from: &[Vec<u16>; 3]| {
-                norm(floats(&from[i]).iter().zip(floats(&exact[i])).map(|(&a, b)| f64::from(a) - f64::from(b)))
-            };
-            let (with, without) = (far(&with), far(&without));
-            assert!(with <= 0.3 * without, "{call:?} {name}: {with:.2e} from the exact delta's, {without:.2e} without");
-        }
+        let (with, without) = (far(&with), far(&without));
+        assert!(with <= 0.3 * without, "{call:?} {name}: {with:.2e} from the exact delta's, {without:.2e} without");
     }
 }
 

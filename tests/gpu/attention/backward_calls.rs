@@ -24,11 +24,11 @@ tests![random_backward_calls, sequences_may_change_between_replays, sequences_ou
 
 /// A call that owns its lists.
 #[derive(Clone, Debug)]
-struct Random {
-    call: AttentionCall<'static>,
-    sequences: Option<Vec<Sequence>>,
-    sinks: Option<Vec<f64>>,
-    seed: u64,
+pub(super) struct Random {
+    pub call: AttentionCall<'static>,
+    pub sequences: Option<Vec<Sequence>>,
+    pub sinks: Option<Vec<f64>>,
+    pub seed: u64,
 }
 
 impl Random {
@@ -326,11 +326,16 @@ fn random_backward_calls() {
         let random = Random::draw(first + i);
         let unrounded = i % 4 == 1;
         let engine = &engines[usize::from(i % 3 == 0) + 2 * usize::from(unrounded)];
-        let (memory, mut result) = Memory::new(engine, &random, unrounded);
-        memory.launch(engine, &stream());
-        result.have = memory.read();
-        result.check(&random);
+        gradients_of(&random, engine, unrounded);
     }
+}
+
+/// Gradients of one call; `unrounded`: with what rounding took from the output.
+pub(super) fn gradients_of(random: &Random, engine: &BackwardEngine, unrounded: bool) {
+    let (memory, mut result) = Memory::new(engine, random, unrounded);
+    memory.launch(engine, &stream());
+    result.have = memory.read();
+    result.check(random);
 }
 
 /// A packed batch of 600 rows.

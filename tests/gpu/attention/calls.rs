@@ -151,7 +151,7 @@ fn a_graph_follows_the_lengths() {
 }
 
 /// Rows of a warp that lie in two entries of the batch, of which one overflows its descale.
-fn casts_of_sequences_count_by_the_descale_of_their_entry() {
+pub(super) fn casts_of_sequences_count_by_the_descale_of_their_entry() {
     for (d_head, len) in [(128, 33), (64, 34)] {
         let shape =
             AttentionShape { batch: 2, n_q_heads: 2, n_kv_heads: 1, len_q: len, len_k: len, d_head, d_v: d_head };

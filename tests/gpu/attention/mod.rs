@@ -8,6 +8,7 @@ mod dims;
 mod errors;
 mod paged;
 mod random;
+mod small;
 mod split;
 
 use crate::device;
@@ -46,7 +47,7 @@ tests![
     a_workspace_of_any_content_gives_the_same_bits,
     needles_and_sinks,
     ;
-    accumulators, backward, backward_calls, calls, dims, errors, paged, random, split
+    accumulators, backward, backward_calls, calls, dims, errors, paged, random, small, split
 ];
 
 /// (batch, query heads, KV heads, queries, keys)
@@ -608,7 +609,6 @@ fn operands_that_are_e4m3_already() {
 }
 
 fn rope_is_rotation_then_cast() {
-    let gpu = cuda();
     for (d, rotary, interleaved, indexed) in [
         (128, 128, false, false),
         (128, 64, true, true),
@@ -620,68 +620,73 @@ fn rope_is_rotation_then_cast() {
         (192, 64, true, true),
         (256, 256, false, false),
     ] {
-        let call = small_call(d);
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, .. } = call.shape;
-        let data = Data::new(&call.shape, 11);
-        let mut rng = StdRng::seed_from_u64(12);
-        let rows = 400;
-        let positions: Vec<i32> = (0..batch * len_k)
-            .map(|i| if indexed { rng.random_range(0..rows as i32) } else { (i % len_k) as i32 })
-            .collect();
-        let angle = |row: usize, pair: usize| row as f64 * 10_000f64.powf(-2.0 * pair as f64 / rotary as f64);
-        let table = |f: fn(f64) -> f64| -> Vec<f32> {
-            (0..rows * rotary / 2).map(|i| f(angle(i / (rotary / 2), i % (rotary / 2))) as f32).collect()
-        };
-        let (cosine, sine) = (table(f64::cos), table(f64::sin));
-        // Rotated here, in f32, from BF16 values.
-        let rotated = |x: &[f32], len: usize, heads: usize| {
-            let mut x: Vec<f32> = x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
-            for (at, row) in x.chunks_exact_mut(d).enumerate() {
-                let (b, i) = (at / heads / len, at / heads % len);
-                let place = positions[b * len_k + i + len_k - len] as usize * rotary / 2;
-                for pair in 0..rotary / 2 {
-                    let (a, b) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + rotary / 2) };
-                    let (c, s, x, y) = (cosine[place + pair], sine[place + pair], row[a], row[b]);
-                    (row[a], row[b]) = (x * c - y * s, y * c + x * s);
-                }
+        rope_of(d, rotary, interleaved, indexed);
+    }
+}
+
+/// Rotation in the cast beside rotation before it.
+fn rope_of(d: usize, rotary: usize, interleaved: bool, indexed: bool) {
+    let gpu = cuda();
+    let call = small_call(d);
+    let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, .. } = call.shape;
+    let data = Data::new(&call.shape, 11);
+    let mut rng = StdRng::seed_from_u64(12);
+    let rows = 400;
+    let positions: Vec<i32> = (0..batch * len_k)
+        .map(|i| if indexed { rng.random_range(0..rows as i32) } else { (i % len_k) as i32 })
+        .collect();
+    let angle = |row: usize, pair: usize| row as f64 * 10_000f64.powf(-2.0 * pair as f64 / rotary as f64);
+    let table = |f: fn(f64) -> f64| -> Vec<f32> {
+        (0..rows * rotary / 2).map(|i| f(angle(i / (rotary / 2), i % (rotary / 2))) as f32).collect()
+    };
+    let (cosine, sine) = (table(f64::cos), table(f64::sin));
+    // Rotated here, in f32, from BF16 values.
+    let rotated = |x: &[f32], len: usize, heads: usize| {
+        let mut x: Vec<f32> = x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        for (at, row) in x.chunks_exact_mut(d).enumerate() {
+            let (b, i) = (at / heads / len, at / heads % len);
+            let place = positions[b * len_k + i + len_k - len] as usize * rotary / 2;
+            for pair in 0..rotary / 2 {
+                let (a, b) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + rotary / 2) };
+                let (c, s, x, y) = (cosine[place + pair], sine[place + pair], row[a], row[b]);
+                (row[a], row[b]) = (x * c - y * s, y * c + x * s);
             }
-            x
-        };
-        let f32_bytes = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
-        let v: Vec<f32> = data.v.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
-        let turned = [rotated(&data.q, len_q, n_q_heads), rotated(&data.k, len_k, n_kv_heads), v];
-        let descales = [0.02, 0.03, 0.04];
-        let plain = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
-        let want = turned.map(|x| f32_bytes(&x));
-        let fused = Memory::new(&call, [&plain[0], &plain[1], &plain[2]], &descales);
-        let apart = Memory::new(&call, [&want[0], &want[1], &want[2]], &descales);
-        let device = device();
-        let tables = [device.upload(&cosine).unwrap(), device.upload(&sine).unwrap()];
-        let places = device.upload(&positions).unwrap();
-        let (mut tensors, workspace) = fused.tensors(&call, Element::Bf16);
-        // SAFETY: all lives until `results` has waited.
-        unsafe {
-            tensors.rope = Some(Rope {
-                cosine: tables[0].view(Element::F32, [rows, rotary / 2]).unwrap(),
-                sine: tables[1].view(Element::F32, [rows, rotary / 2]).unwrap(),
-                positions: indexed.then(|| places.view(Element::I32, [batch, len_k]).unwrap()),
-                interleaved,
-            });
         }
-        gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
-        let (tensors, workspace) = apart.tensors(&call, Element::F32);
-        gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
-        let values = |bytes: &[u8]| {
-            bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect::<Vec<f32>>()
-        };
-        let (a, b) = (fused.results(), apart.results());
-        // The fused multiply-add may move a value at the edge of two E4M3 values.
-        let error = distance(&values(&a.0), &wide(&values(&b.0)));
-        assert!(error <= 5e-3, "d {d} rotary {rotary} interleaved {interleaved}: {error:.3e}");
-        for (x, y) in a.2.chunks_exact(4).zip(b.2.chunks_exact(4)).skip(n_q_heads) {
-            let (x, y) = (f32::from_bits(x[0]), f32::from_bits(y[0]));
-            assert!((x - y).abs() <= 1e-6 * y, "amax {x} for {y}");
-        }
+        x
+    };
+    let f32_bytes = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let v: Vec<f32> = data.v.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+    let turned = [rotated(&data.q, len_q, n_q_heads), rotated(&data.k, len_k, n_kv_heads), v];
+    let descales = [0.02, 0.03, 0.04];
+    let plain = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
+    let want = turned.map(|x| f32_bytes(&x));
+    let fused = Memory::new(&call, [&plain[0], &plain[1], &plain[2]], &descales);
+    let apart = Memory::new(&call, [&want[0], &want[1], &want[2]], &descales);
+    let device = device();
+    let tables = [device.upload(&cosine).unwrap(), device.upload(&sine).unwrap()];
+    let places = device.upload(&positions).unwrap();
+    let (mut tensors, workspace) = fused.tensors(&call, Element::Bf16);
+    // SAFETY: all lives until `results` has waited.
+    unsafe {
+        tensors.rope = Some(Rope {
+            cosine: tables[0].view(Element::F32, [rows, rotary / 2]).unwrap(),
+            sine: tables[1].view(Element::F32, [rows, rotary / 2]).unwrap(),
+            positions: indexed.then(|| places.view(Element::I32, [batch, len_k]).unwrap()),
+            interleaved,
+        });
+    }
+    gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
+    let (tensors, workspace) = apart.tensors(&call, Element::F32);
+    gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
+    let values =
+        |bytes: &[u8]| bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect::<Vec<f32>>();
+    let (a, b) = (fused.results(), apart.results());
+    // The fused multiply-add may move a value at the edge of two E4M3 values.
+    let error = distance(&values(&a.0), &wide(&values(&b.0)));
+    assert!(error <= 5e-3, "d {d} rotary {rotary} interleaved {interleaved}: {error:.3e}");
+    for (x, y) in a.2.chunks_exact(4).zip(b.2.chunks_exact(4)).skip(n_q_heads) {
+        let (x, y) = (f32::from_bits(x[0]), f32::from_bits(y[0]));
+        assert!((x - y).abs() <= 1e-6 * y, "amax {x} for {y}");
     }
 }
 

@@ -29,25 +29,25 @@ const NAN: u8 = 0x7f;
 
 /// One call.
 #[derive(Clone, Debug)]
-struct Case {
+pub(super) struct Case {
     /// Tokens of each sequence before the call.
-    lengths: Vec<usize>,
-    page_size: usize,
-    len_q: usize,
+    pub lengths: Vec<usize>,
+    pub page_size: usize,
+    pub len_q: usize,
     /// Tokens that the call appends to each sequence.
-    new: usize,
-    heads_q: usize,
-    heads_kv: usize,
-    d: usize,
-    rows: bool,
-    causal: bool,
-    rope: Option<bool>,
-    q8: bool,
-    processors: usize,
+    pub new: usize,
+    pub heads_q: usize,
+    pub heads_kv: usize,
+    pub d: usize,
+    pub rows: bool,
+    pub causal: bool,
+    pub rope: Option<bool>,
+    pub q8: bool,
+    pub processors: usize,
 }
 
 impl Case {
-    fn decode(lengths: &[usize], page_size: usize) -> Self {
+    pub fn decode(lengths: &[usize], page_size: usize) -> Self {
         Self {
             lengths: lengths.to_vec(),
             page_size,
@@ -369,7 +369,7 @@ impl Setup {
     }
 }
 
-fn check(cases: impl IntoIterator<Item = Case>) {
+pub(super) fn check(cases: impl IntoIterator<Item = Case>) {
     let engine = |processors| Cuda::new(device()).unwrap().with_processors(processors);
     let (all, few) = (engine(usize::MAX), engine(3));
     let mut wrong = Vec::new();
@@ -461,7 +461,7 @@ fn pages_repeat_bit_for_bit_and_from_a_graph() {
     assert!(setup.buffers[5].read().unwrap() == replayed && replayed != first);
 }
 
-fn wrong_tables_are_named_and_harm_nothing() {
+pub(super) fn wrong_tables_are_named_and_harm_nothing() {
     let case = Case { rows: true, ..Case::decode(&[100, 60], 64) };
     let checking = Cuda::new(device()).unwrap().with_table_checks(true);
     let plain = Cuda::new(device()).unwrap();

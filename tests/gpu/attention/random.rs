@@ -501,6 +501,30 @@ fn telemetry_differs(stats: &[u32], plain: &[u32], case: &Case) -> Option<String
     None
 }
 
+/// The plain kernel beside a small call of every term.
+pub(super) fn a_small_call() {
+    let mut rng = StdRng::seed_from_u64(2);
+    let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 70, len_k: 150, d_head: 64, d_v: 64 };
+    let case = Case {
+        shape,
+        mask: Mask::sliding(60),
+        softmax_scale: 0.2,
+        soft_cap: Some(20.0),
+        sinks: true,
+        sequences: Some(Sequence::padded(&shape, &[70, 33], &[150, 40], Padding::Right).unwrap()),
+        cast: Some(true),
+        logits_e4m3: false,
+        out_e4m3: false,
+        telemetry: true,
+        accumulator: PvAccumulator::default(),
+        split: false,
+        backend: 1,
+        offsets: [0, 512, 1024],
+    };
+    let complaints = Bench::new(&mut rng).check(&case, &mut rng);
+    assert!(complaints.is_empty(), "{case:?}: {}", complaints.join("; "));
+}
+
 /// Output, LSE and telemetry of random calls; outputs are poisoned before, and guarded behind.
 fn random_shapes() {
     let seed = setting("SIGMASCALE_RANDOM_SEED", 1);

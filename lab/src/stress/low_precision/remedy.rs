@@ -15,7 +15,7 @@ sigmascale::named! {
         StochasticOutput = "stochastic-output",
         /// P V in f32, the output in BF16, and delta from the output before its rounding.
         ///
-        /// As `attention(.., unrounded_delta=True)` takes it in Python: the output itself stays in BF16, and what its rounding took is kept
+        /// As `attention(.., gradients='unrounded-delta')` takes it in Python: the output itself stays in BF16, and what its rounding took is kept
         /// in BF16 beside it.
         UnroundedDelta = "unrounded-delta",
         /// delta = rowsum(P dP).

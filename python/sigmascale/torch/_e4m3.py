@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ._results import add_counts
+from ._telemetry import add_counts
 
 E4M3 = torch.float8_e4m3fn
 MAX = 448.0
@@ -33,7 +33,7 @@ def cast(x, descale, words=None):
 def _fused_cast():
     """The Triton kernel, where Triton is installed."""
     try:
-        from ._cast import cast as fused
+        from ._triton_cast import cast as fused
     except ImportError:
         return None
     return fused
@@ -69,9 +69,3 @@ def cast_all(q, k, v, descales, words=None):
 def dequantised(x, descale):
     """What the kernel saw of ``x``, in BF16."""
     return (cast(x, descale).float() * spread(descale, x.shape[2])).to(torch.bfloat16)
-
-
-def hidden(len_q, len_k, device):
-    """True where a causal query does not see a key; the last query sees all keys."""
-    rows = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
-    return torch.arange(len_k, device=device)[None, :] > rows

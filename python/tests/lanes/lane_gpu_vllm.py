@@ -1,0 +1,734 @@
+"""vLLM on a Hopper GPU with real models: exports, the plugin, and what an engine does with weights while it runs.
+
+    python python/tests/lanes/lane_gpu_vllm.py MODELS --work FOLDER [--only WORD ...] [--jobs 6] [--gpus 1]
+
+MODELS holds one folder of Hugging Face transformers a model, with tokenizer. Each engine runs in a process of its own, several at a
+time. A line a check: passed, failed, or not run with the reason. `FOLDER/table.json` has all values; the exit status is 1 if a check
+failed. Needs vLLM 0.26 or later and this package, installed, so that vLLM finds the plugin.
+
+The text is Python's own language reference as `pydoc_data.topics` holds it: the same for everyone who has that version of Python.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import csv
+import functools
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+
+TOKENS, CHUNK = 12288, 1536
+# Chunks whose logits are kept for the KL divergence.
+KEPT = 4
+PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Attention is", "Water boils at", "import numpy as np\n", "The largest planet is"]
+ONES = {operand: 1.0 for operand in "qkv"}
+# The seconds after which an engine is ended.
+LIMIT = 200
+SHAPES = {
+    "llama-3-8b": dict(kind="LlamaConfig", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, rope_theta=500000.0),
+    "qwen2.5-7b": dict(kind="Qwen2Config", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, rope_theta=1000000.0),
+    "qwen3-8b": dict(kind="Qwen3Config", hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12288, vocab_size=151936),
+    "mistral-7b": dict(kind="MistralConfig", hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=14336, vocab_size=32768, sliding_window=None),
+}
+
+
+# What runs inside an engine. vLLM sends these functions to its workers, so they take what they need as arguments.
+def held(model):
+    """The scales of each attention layer: device tensors, which must agree with the host's floats."""
+    rows = {}
+    for module in model.modules():
+        if hasattr(module, "_k_scale") and hasattr(module, "impl"):
+            number = next(int(part) for part in module.layer_name.split(".") if part.isdigit())
+            rows[number] = {x: getattr(module, f"_{x}_scale").float().max().item() for x in "qkv"}
+            rows[number]["host"] = {x: float(getattr(module, f"_{x}_scale_float")) for x in "qkv"}
+    return rows
+
+
+def fill(model, rows):
+    for module in model.modules():
+        if hasattr(module, "_k_scale") and hasattr(module, "impl"):
+            number = next(int(part) for part in module.layer_name.split(".") if part.isdigit())
+            for operand, value in rows[number].items():
+                getattr(module, f"_{operand}_scale").fill_(value)
+                setattr(module, f"_{operand}_scale_float", value)
+
+
+def grow(model, factor):
+    """Multiplies the projections' weights in place, behind the engine's back, and refreshes."""
+    import sigmascale.vllm
+
+    for name, module in model.named_modules():
+        if name.endswith("qkv_proj"):
+            module.weight.data.mul_(factor)
+            if getattr(module, "bias", None) is not None:
+                module.bias.data.mul_(factor)
+    sigmascale.vllm.refresh(model)
+
+
+def shrink(model):
+    """Scales of keys that are far too small: attention that reads them answers otherwise."""
+    for module in model.modules():
+        if hasattr(module, "_k_scale") and hasattr(module, "impl"):
+            module._k_scale.mul_(2.0**-9)
+
+
+def refreshed(model):
+    import sigmascale.vllm
+
+    sigmascale.vllm.refresh(model)
+
+
+def projections(model, config):
+    """Weights of the fused projections by the names of a checkpoint, cut here by the config's own numbers."""
+    tensors, heads, kv = {}, config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    for name, module in model.named_modules():
+        if name.endswith("qkv_proj"):
+            stem = name.removesuffix("qkv_proj")
+            for kind in ("weight", "bias"):
+                if getattr(module, kind, None) is not None:
+                    parts = getattr(module, kind).data.split([heads * dim, kv * dim, kv * dim])
+                    tensors |= {f"{stem}{x}_proj.{kind}": part.cpu() for x, part in zip("qkv", parts)}
+        elif name.endswith(("input_layernorm", "q_norm", "k_norm")):
+            tensors[f"{name}.weight"] = module.weight.data.cpu()
+    return tensors
+
+
+class Engine:
+    """One engine, and what a case notes about it."""
+
+    def __init__(self, job, folder, **arguments):
+        from vllm import LLM
+
+        # vLLM's import takes handlers away.
+        job.listen()
+        self.job, start = job, time.monotonic()
+        own = {"kv_cache_dtype": "fp8", "enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
+        self.llm = LLM(
+            str(folder), dtype="bfloat16", seed=0, max_model_len=2048, max_num_seqs=16, gpu_memory_utilization=0.1,
+            # No measurement of memory, which other engines on this GPU would disturb.
+            kv_cache_memory_bytes=2**30, disable_log_stats=True, **(own | arguments),
+        )
+        job.values["load_s"] = time.monotonic() - start
+
+    def scales(self):
+        rows = {}
+        for part in self.llm.apply_model(held):
+            for number, row in part.items():
+                # The ranks of one layer have scales of their own.
+                rows.setdefault(int(number), []).append(row)
+        apart = [number for number, part in rows.items() for row in part if any(row[x] != row["host"][x] for x in "qkv")]
+        if apart:
+            self.job.check("device tensors and host floats agree", False, f"layers {apart}")
+        return [{x: max(row[x] for row in rows[number]) for x in "qkv"} for number in sorted(rows)]
+
+    def perplexity(self, against=None, keep=None):
+        """Perplexity of the text; with a file of logits, the mean KL divergence from them."""
+        import torch
+        from vllm import SamplingParams
+
+        seen = []
+        if against or keep:
+            self.llm.apply_model(functools.partial(_watch_logits, seen=seen))
+        logprobs, kl = [], []
+        kept = torch.load(against, mmap=True) if against else None
+        for place, chunk in enumerate(self.job.chunks):
+            seen.clear()
+            (answer,) = self.llm.generate([{"prompt_token_ids": chunk}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), use_tqdm=False)
+            logprobs += [row[token].logprob for token, row in zip(chunk, answer.prompt_logprobs) if row]
+            if place < KEPT and (against or keep):
+                logits = torch.cat([x for x in seen if len(x) > 1])[: len(chunk) - 1]
+                if keep:
+                    self.job.logits.append(logits.cpu())
+                else:
+                    for at in range(0, len(logits), 512):
+                        one = torch.log_softmax(kept[place][at : at + 512].cuda().float(), -1)
+                        two = torch.log_softmax(logits[at : at + 512].float(), -1)
+                        kl += (one.exp() * (one - two)).sum(-1).tolist()
+        if keep:
+            torch.save(self.job.logits, keep)
+        self.llm.apply_model(_forget_logits)
+        found = {"perplexity": math.exp(-sum(logprobs) / len(logprobs)), "tokens": len(logprobs), "logprobs": logprobs}
+        return found | ({"kl": sum(kl) / len(kl), "kl_tokens": len(kl)} if kl else {})
+
+    def greedy(self, prompts=PROMPTS, tokens=64):
+        from vllm import SamplingParams
+
+        answers = self.llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
+        self.job.values.setdefault("texts", [answer.outputs[0].text for answer in answers])
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def _watch_logits(model, seen):
+    compute = type(model).compute_logits
+
+    def watched(hidden, *args, **kwargs):
+        logits = compute(model, hidden, *args, **kwargs)
+        if len(logits) > 1:
+            seen.append(logits.clone())
+        return logits
+
+    model.__dict__["compute_logits"] = watched
+
+
+def _forget_logits(model):
+    model.__dict__.pop("compute_logits", None)
+
+
+def _watch_amax(model):
+    """Notes the largest magnitudes of q, k and v that attention is given."""
+    import torch
+
+    for module in model.modules():
+        if hasattr(module, "_k_scale") and hasattr(module, "impl"):
+            module._lane_amax = torch.zeros(3, dtype=torch.float32, device=module._k_scale.device)
+
+            def noted(query, key, value, *args, _own=module, _forward=module.forward, **kwargs):
+                _own._lane_amax = torch.maximum(_own._lane_amax, torch.stack([x.abs().max().float() for x in (query, key, value)]))
+                return _forward(query, key, value, *args, **kwargs)
+
+            module.forward = noted
+
+
+def _amax(model):
+    rows = {}
+    for module in model.modules():
+        if hasattr(module, "_lane_amax"):
+            rows[next(int(part) for part in module.layer_name.split(".") if part.isdigit())] = module._lane_amax.tolist()
+    return [rows[number] for number in sorted(rows)]
+
+
+class Job:
+    """What a process gives back: checks and values."""
+
+    def __init__(self, model, work):
+        self.model, self.work = model, work
+        self.checks, self.values, self.logits, self.log = [], {}, [], []
+        self._start = time.monotonic()
+
+    def check(self, name, passed, note=""):
+        now = time.monotonic()
+        self.checks.append({"check": name, "state": "passed" if passed else "failed", "note": str(note), "seconds": round(now - self._start, 2)})
+        self._start = now
+        print("  ", self.checks[-1], flush=True)
+
+    def not_run(self, name, reason):
+        self.checks.append({"check": name, "state": "not run", "note": reason, "seconds": 0.0})
+
+    def equal(self, name, found, wanted):
+        """Scales, layer by layer, bit for bit."""
+        differ = [i for i, (one, two) in enumerate(zip(found, wanted)) if one != two]
+        ones = sum(row == ONES for row in found)
+        note = f"{len(found)} layers" + (f", {len(differ)} differ, first {differ[0]}: {found[differ[0]]} for {wanted[differ[0]]}" if differ else "")
+        self.check(name, len(found) == len(wanted) and not differ, note + (f", {ones} at 1.0" if ones else ""))
+
+    @functools.cached_property
+    def reference(self):
+        return json.loads((self.work / f"{self.model.name}.json").read_text())
+
+    @functools.cached_property
+    def chunks(self):
+        return text(self.model)
+
+    def listen(self):
+        """Collects what the plugin says."""
+        handler = logging.Handler()
+        handler.emit = lambda record: self.log.append((record.levelno, record.getMessage()))
+        logging.getLogger("vllm.plugins.sigmascale").addHandler(handler)
+
+    def said(self, level, *words):
+        return any(at == level and all(word in line for word in words) for at, line in self.log)
+
+
+def text(model):
+    import pydoc_data.topics
+
+    import transformers
+
+    whole = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    ids = transformers.AutoTokenizer.from_pretrained(model)(whole[: 12 * TOKENS])["input_ids"][:TOKENS]
+    return [ids[at : at + CHUNK] for at in range(0, TOKENS, CHUNK)]
+
+
+def rows_of(found):
+    """Scales of `calibrate`, rounded up, as vLLM's layers hold them."""
+    from sigmascale._loaded import up_to_bf16
+
+    return [{x: up_to_bf16(max(layer[f"{x}_descale"])) for x in "qkv"} for layer in found["layers"]]
+
+
+# The cases: each a process.
+def prepare(job):
+    """References, exports and other checkpoints, without a GPU."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    import sigmascale
+
+    reference = {"scales": rows_of(sigmascale.calibrate(job.model))}
+    sigmascale.export(job.model, job.work / f"{job.model.name}-export", "vllm")
+    weights = load_file(job.model / "model.safetensors")
+    other = job.work / f"{job.model.name}-other"
+    shutil.copytree(job.model, other, dirs_exist_ok=True)
+    save_file({name: tensor * 2 if name.endswith(("k_proj.weight", "v_proj.weight")) else tensor for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    reference["other"] = rows_of(sigmascale.calibrate(other))
+    quantized = job.work / f"{job.model.name}-fp8"
+    shutil.copytree(job.model, quantized, dirs_exist_ok=True)
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scale = (weights[name].float().abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
+        weights[name + "_scale"] = scale
+        weights[name] = (weights[name].float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    save_file(weights, quantized / "model.safetensors", {"format": "pt"})
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": arguments | {"strategy": "channel", "dynamic": False},
+        "input_activations": arguments | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    (quantized / "config.json").write_text(json.dumps(config))
+    reference["fp8"] = rows_of(sigmascale.calibrate(quantized))
+    (job.work / f"{job.model.name}.json").write_text(json.dumps(reference))
+    biases = {}
+    for name, tensor in load_file(job.model / "model.safetensors").items():
+        if name.endswith("k_proj.bias"):
+            biases[name.split(".")[2]] = tensor.abs().max().item()
+    job.values["key_bias"] = biases
+    job.check("prepared", True, f"{len(reference['scales'])} layers")
+
+
+def bf16(job):
+    engine = Engine(job, job.model, kv_cache_dtype="auto")
+    job.check("a BF16 cache is left alone", engine.scales() == [ONES] * len(job.reference["scales"]) and not job.log, f"{len(job.log)} lines")
+    engine.llm.apply_model(_watch_amax)
+    job.values |= engine.perplexity(keep=job.work / f"{job.model.name}.logits")
+    job.values["amax"] = engine.llm.apply_model(_amax)[0]
+    job.values["greedy"] = engine.greedy()
+    job.check("perplexity", math.isfinite(job.values["perplexity"]), f"{job.values['perplexity']:.4f} over {job.values['tokens']} tokens")
+
+
+def fixed(job):
+    """1.0 without the plugin, and the exact maxima of this text, as a calibration over it would give them."""
+    engine, logits = Engine(job, job.model), job.work / f"{job.model.name}.logits"
+    job.equal("without the plugin scales are 1.0", engine.scales(), [ONES] * len(job.reference["scales"]))
+    job.values |= engine.perplexity(against=logits)
+    job.values["greedy"] = engine.greedy()
+    maxima = json.loads((job.work / f"bf16.{job.model.name}.json").read_text())["values"]["amax"]
+    rows = {number: dict(zip("qkv", (value / 448 for value in row))) for number, row in enumerate(maxima)}
+    engine.llm.apply_model(functools.partial(fill, rows=rows))
+    job.values["maxima"] = engine.perplexity(against=logits)
+    job.check("perplexity", True, f"1.0 {job.values['perplexity']:.4f} KL {job.values['kl']:.5f}; maxima {job.values['maxima']['perplexity']:.4f} KL {job.values['maxima']['kl']:.5f}")
+
+
+def export(job):
+    engine = Engine(job, job.work / f"{job.model.name}-export")
+    job.equal("an export's scales, without the plugin", engine.scales(), job.reference["scales"])
+    job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
+    job.values["greedy"] = engine.greedy()
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
+
+
+def plugin(job):
+    wanted, other = job.reference["scales"], job.reference["other"]
+    engine = Engine(job, job.model)
+    job.equal("the plugin's scales", engine.scales(), wanted)
+    job.check("the plugin says so", job.said(logging.INFO, f"of {len(wanted)} layers from the weights"), job.log)
+    job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
+    job.values["greedy"] = engine.greedy()
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
+    normed = "gemma3" in job.model.name
+    engine.llm.apply_model(functools.partial(grow, factor=4.0))
+    job.equal("weights times 4 in place, then refresh", engine.scales(), [{x: row[x] * (1.0 if normed and x != "v" else 4.0) for x in "qkv"} for row in wanted])
+    engine.llm.apply_model(functools.partial(grow, factor=0.25))
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.work / f"{job.model.name}-other")})
+    job.equal("reload_weights from another folder", engine.scales(), other)
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.model)})
+    job.equal("reload_weights from the first", engine.scales(), wanted)
+    job.check("greedy text as before", engine.greedy() == job.values["greedy"])
+
+
+def sleep(job):
+    engine = Engine(job, job.model, enable_sleep_mode=True)
+    wanted = job.reference["scales"]
+    job.equal("with sleep mode", engine.scales(), wanted)
+    first = engine.greedy()
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    job.equal("sleep 1, wake", engine.scales(), wanted)
+    job.check("greedy text as before, sleep 1", engine.greedy() == first)
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up(tags=["weights"])
+    engine.llm.collective_rpc("reload_weights")
+    engine.llm.wake_up(tags=["kv_cache"])
+    job.equal("sleep 2, wake and reload", engine.scales(), wanted)
+    job.check("greedy text as before, sleep 2", engine.greedy() == first)
+
+
+def graphs(job, mode="FULL_AND_PIECEWISE", compiled=3):
+    engine = Engine(job, job.model, enforce_eager=False, compilation_config={"mode": compiled, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]})
+    job.equal(f"scales, graphs {mode}", engine.scales(), job.reference["scales"])
+    job.values["greedy"] = engine.greedy()
+    job.check("greedy text", all(job.values["greedy"]))
+    # Prompts of one token: every step is that of a captured graph.
+    single = [{"prompt_token_ids": [token]} for token in job.chunks[0][100:108]]
+    first = engine.greedy(single, 32)
+    engine.llm.apply_model(shrink)
+    small = engine.greedy(single, 32)
+    job.check("graphs read the scales in their place", small != first, f"{sum(a != b for a, b in zip(small, first))} of 8 texts change with key scales times 2^-9")
+    engine.llm.apply_model(refreshed)
+    job.check("texts after refresh", engine.greedy(single, 32) == first)
+    job.values |= engine.perplexity()
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f}")
+
+
+def graphs_piecewise(job):
+    graphs(job, "PIECEWISE")
+
+
+def graphs_full(job):
+    graphs(job, "FULL_DECODE_ONLY", 0)
+
+
+def prefix(job):
+    """Prefix caching and chunked prefill together: a second request reads the cached keys of the first."""
+    from vllm import SamplingParams
+
+    engine = Engine(job, job.model, enable_prefix_caching=True, max_num_batched_tokens=256, enable_chunked_prefill=True)
+    job.equal("scales", engine.scales(), job.reference["scales"])
+    prompt = {"prompt_token_ids": job.chunks[0][:1200]}
+    ask = lambda: engine.llm.generate([prompt], SamplingParams(max_tokens=48, temperature=0), use_tqdm=False)[0]
+    one, two = ask(), ask()
+    job.check("the second request is served from the cache", two.num_cached_tokens >= 1000, f"{two.num_cached_tokens} of 1200 tokens")
+    same = sum(a == b for a, b in zip(one.outputs[0].token_ids, two.outputs[0].token_ids))
+    job.check("greedy text from the cache", same == 48, f"{same} of 48 tokens")
+    job.values |= engine.perplexity()
+    job.check("perplexity in chunks of 256", True, f"{job.values['perplexity']:.4f}")
+
+
+def fp8_weights(job):
+    engine = Engine(job, job.work / f"{job.model.name}-fp8")
+    job.equal("E4M3 weights of a checkpoint", engine.scales(), job.reference["fp8"])
+    job.values |= engine.perplexity()
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f}")
+
+
+def fp8_online(job):
+    """Weights that vLLM quantizes itself: how it rounds is not known to the plugin, which says so."""
+    engine = Engine(job, job.model, quantization="fp8")
+    scales = engine.scales()
+    left = scales == [ONES] * len(scales)
+    job.check("quantization='fp8': scales, or refused aloud", (left and job.said(logging.ERROR, "1.0")) or scales == job.reference["scales"], job.log)
+
+
+def ngram(job):
+    engine = Engine(job, job.model, speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4})
+    job.equal("scales", engine.scales(), job.reference["scales"])
+    job.values["greedy"] = engine.greedy()
+    job.check("greedy text", all(job.values["greedy"]))
+
+
+def lora(job):
+    engine = Engine(job, job.model, enable_lora=True)
+    job.equal("with LoRA scales stay 1.0", engine.scales(), [ONES] * len(job.reference["scales"]))
+    job.check("and an error says why", job.said(logging.ERROR, "LoRA", "1.0"), job.log)
+
+
+def strict(job):
+    try:
+        Engine(job, job.model, enable_lora=True)
+    except Exception as error:
+        job.check("strict stops the engine", "strict" in str(error), f"{type(error).__name__}: {error}"[:200])
+    else:
+        job.check("strict stops the engine", False, "it serves")
+
+
+def separate(job):
+    """The engine in a process of its own, under a parent that used this package and PyTorch before. Only a parent whose engine is
+    spawned has run a backward pass: that opens CUDA's driver, even on the CPU, and a forked engine cannot open it again.
+    """
+    import torch
+
+    import sigmascale
+
+    sigmascale.calibrate(job.model)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+    loss = model(torch.randn(64, 512)).sum()
+    if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn":
+        loss.backward()
+    torch.save(model.state_dict(), io.BytesIO())
+    engine = Engine(job, job.model)
+    job.equal(f"an engine that was {os.environ['VLLM_WORKER_MULTIPROC_METHOD']}ed", engine.scales(), job.reference["scales"])
+    job.values["greedy"] = engine.greedy()
+
+
+def dummy(job):
+    """A large shape with random weights: scales against those that the host computes from the engine's own weights."""
+    import transformers
+
+    import sigmascale
+    from sigmascale._loaded import up_to_bf16
+
+    shape = dict(SHAPES[job.model.name])
+    config = getattr(transformers, shape.pop("kind"))(**shape, max_position_embeddings=8192, tie_word_embeddings=True)
+    config.architectures, config.dtype = [type(config).__name__.replace("Config", "ForCausalLM")], "bfloat16"
+    folder = job.work / job.model.name
+    config.save_pretrained(folder)
+    engine = Engine(job, folder, load_format="dummy", skip_tokenizer_init=True)
+    found = engine.scales()
+    (weights,) = engine.llm.apply_model(functools.partial(projections, config=json.loads((folder / "config.json").read_text())))
+    layers = sigmascale.ScaleStream(config)
+    for name, tensor in weights.items():
+        layers.push(name, tensor)
+    rows = [{x: up_to_bf16(max(layer[x])) for x in "qkv"} for _, layer in sorted(layers.finish().items())]
+    job.equal("scales of random weights", found, rows)
+
+
+def plant(job):
+    """Faults, planted into the plugin: each must be seen in the scales."""
+    import torch
+
+    import sigmascale.vllm
+    from sigmascale import _loaded
+    from sigmascale.torch import _stream
+
+    kind = os.environ["LANE_PLANT"]
+    if kind == "dtype":
+        begin = _stream.DeviceStream.__init__
+
+        def broken(self, *args):
+            begin(self, *args)
+            self._results = self._results.to(torch.bfloat16)
+            self._targets = [self._results[row].split([row.stop - row.start - 1, 1]) for row in self._rows]
+
+        _stream.DeviceStream.__init__ = broken
+    elif kind == "layer":
+        own = sigmascale.vllm._fill
+        sigmascale.vllm._fill = lambda module, layer: None if ".3." in module.layer_name else own(module, layer)
+    engine = Engine(job, job.model)
+    if kind == "reload":
+        _loaded.Followed.refresh = lambda self, touched=None: None
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.work / f"{job.model.name}-other")})
+    wanted = job.reference["other" if kind == "reload" else "scales"]
+    differ = sum(one != two for one, two in zip(engine.scales(), wanted))
+    job.check(f"a planted fault is seen: {kind}", differ, f"{differ} of {len(wanted)} layers differ")
+
+
+def parallel(job):
+    kind = os.environ["LANE_PARALLEL"]
+    engine = Engine(job, job.model, **{f"{kind}_parallel_size": 2}, distributed_executor_backend="mp")
+    job.equal(f"{kind} parallelism 2: the largest scale of the ranks", engine.scales(), job.reference["scales"])
+    job.values |= engine.perplexity()
+    job.values["greedy"] = engine.greedy()
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f}")
+
+
+OFF, OWN = {"SIGMASCALE_PLUGIN": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+# Name, function, environment, the cases that come first.
+REAL = [
+    ("bf16", bf16, {}, ["prepare"]),
+    ("plugin", plugin, {}, ["bf16"]),
+    ("export", export, OFF, ["bf16"]),
+    ("fixed", fixed, OFF, ["bf16"]),
+    ("graphs", graphs, {}, ["prepare"]),
+    ("graphs-piecewise", graphs_piecewise, {}, ["prepare"]),
+    ("graphs-full", graphs_full, {}, ["prepare"]),
+    ("prefix", prefix, {}, ["prepare"]),
+    ("fp8-weights", fp8_weights, {}, ["prepare"]),
+    ("sleep", sleep, {}, ["prepare"]),
+    ("ngram", ngram, {}, ["prepare"]),
+    ("fp8-online", fp8_online, {}, ["prepare"]),
+    ("lora", lora, {}, ["prepare"]),
+    ("strict", strict, {"SIGMASCALE_PLUGIN": "strict"}, ["prepare"]),
+    ("process-fork", separate, OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, ["prepare"]),
+    ("process-spawn", separate, OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, ["prepare"]),
+    ("plant-dtype", plant, {"LANE_PLANT": "dtype"}, ["prepare"]),
+    ("plant-layer", plant, {"LANE_PLANT": "layer"}, ["prepare"]),
+    ("plant-reload", plant, {"LANE_PLANT": "reload"}, ["prepare"]),
+]
+TWO = [
+    ("tensor-parallel", parallel, OWN | {"LANE_PARALLEL": "tensor"}, ["prepare"]),
+    ("pipeline-parallel", parallel, OWN | {"LANE_PARALLEL": "pipeline"}, ["prepare"]),
+]
+FUNCTIONS = {name: function for name, function, *_ in REAL + TWO} | {"prepare": prepare, "dummy": dummy}
+
+
+def inside(name, model, work):
+    """One case, in its own process."""
+    job = Job(pathlib.Path(model), pathlib.Path(work))
+    try:
+        FUNCTIONS[name](job)
+    except BaseException as error:
+        traceback.print_exc()
+        job.check("ends", False, f"{type(error).__name__}: {error}"[:300])
+    out = {"checks": job.checks, "values": job.values, "log": job.log}
+    (job.work / f"{name}.{job.model.name}.json").write_text(json.dumps(out))
+    sys.stdout.flush()
+    # Engines that end in order take seconds.
+    os._exit(0)
+
+
+def run(name, environment, model, work):
+    """Starts a case; gives what it noted, and its seconds."""
+    start, out = time.monotonic(), work / f"{name}.{model.name}.json"
+    out.unlink(missing_ok=True)
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "SIGMASCALE_PLUGIN": "1",
+        "VLLM_CACHE_ROOT": str(work / "cache"),
+    }
+    with open(work / f"{name}.{model.name}.log", "w") as log:
+        command = [sys.executable, __file__, "--inside", name, str(model), "--work", str(work)]
+        process = subprocess.Popen(command, env=os.environ | own | environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    found = json.loads(out.read_text()) if out.exists() else None
+    if found is None:
+        lines = (work / f"{name}.{model.name}.log").read_text().splitlines()[-1:] or [""]
+        note = f"no result after {time.monotonic() - start:.0f} s: {lines[0]}"[:300]
+        found = {"checks": [{"check": "ends", "state": "failed", "note": note, "seconds": 0.0}], "values": {}, "log": []}
+    return found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def across(results):
+    """What engines of one model must have in common."""
+    rows = []
+
+    def say(model, name, passed, note):
+        rows.append((f"across {model}", {"check": name, "state": "passed" if passed else "failed", "note": note, "seconds": 0.0}))
+
+    models = dict.fromkeys(model for _, model in results)
+    for model in models:
+        of = lambda case: results.get((case, model), {}).get("values", {})
+        one, two, base = of("export"), of("plugin"), of("bf16")
+        if "logprobs" in one and "logprobs" in two:
+            say(model, "plugin and export: every token's log-probability, bit for bit", one["logprobs"] == two["logprobs"], f"{len(one['logprobs'])} tokens")
+            say(model, "plugin and export: greedy text", one["greedy"] == two["greedy"], f"{sum(map(len, one['greedy']))} tokens")
+        for case in ("graphs", "graphs-piecewise", "graphs-full", "prefix", "tensor-parallel", "pipeline-parallel"):
+            if "perplexity" in of(case) and "perplexity" in two:
+                ratio = of(case)["perplexity"] / two["perplexity"]
+                say(model, f"{case}: perplexity within 1 % of eager", abs(ratio - 1) < 0.01, f"{of(case)['perplexity']:.4f} for {two['perplexity']:.4f}")
+        for case in ("ngram", "process-fork", "process-spawn", "graphs", "graphs-full"):
+            if "greedy" in of(case) and "greedy" in two:
+                same = sum(a == b for a, b in zip(of(case)["greedy"], two["greedy"]))
+                # Other shapes round otherwise, so that greedy text may part where two tokens are as likely.
+                least = 6 if case.startswith("process") else 3
+                say(model, f"{case}: greedy texts equal to eager's", same >= least, f"{same} of {len(two['greedy'])}")
+        if "perplexity" in base:
+            for case in ("fixed", "export", "plugin"):
+                if "perplexity" in of(case):
+                    ratio = of(case)["perplexity"] / base["perplexity"]
+                    say(model, f"{case}: perplexity within 5 % of BF16", ratio < 1.05, f"{100 * (ratio - 1):+.2f} %")
+    return rows
+
+
+def write_tables(results, shared, work):
+    """checks.csv, cache.csv (what each way to cache costs) and layers.csv (magnitudes and scales)."""
+
+    def write(name, columns, rows):
+        with open(work / name, "w", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(columns)
+            table.writerows(rows)
+
+    checks = [(model, case, row) for (case, model), found in results.items() for row in found["checks"]]
+    checks += [(place.removeprefix("across "), "across", row) for place, row in shared]
+    write("checks.csv", ["model", "case", "check", "state", "seconds", "note"], [[m, c, r["check"], r["state"], r["seconds"], r["note"]] for m, c, r in checks])
+    cache, layers = [], []
+    for (case, model), found in results.items():
+        values = found["values"]
+        ways = [(case, values)] + ([("maxima", values["maxima"])] if "maxima" in values else [])
+        base = results.get(("bf16", model), {}).get("values", {})
+        for way, one in ways:
+            if "perplexity" not in one:
+                continue
+            change = spread = ""
+            if "perplexity" in base:
+                change = round(100 * (one["perplexity"] / base["perplexity"] - 1), 3)
+                spread = round(math.sqrt(sum((a - b) ** 2 for a, b in zip(one["logprobs"], base["logprobs"])) / one["tokens"]), 4)
+            cache.append([model, way, one["tokens"], round(one["perplexity"], 4), change, spread, round(one["kl"], 5) if "kl" in one else "", one.get("kl_tokens", "")])
+        if case == "bf16":
+            reference = json.loads((work / f"{model}.json").read_text())
+            biases = results["prepare", model]["values"]["key_bias"]
+            for number, (amax, scale) in enumerate(zip(values.get("amax", []), reference["scales"])):
+                layers.append([model, number, *amax, *(scale[x] for x in "qkv"), biases.get(str(number), 0.0)])
+    write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
+    write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "max_key_bias"], layers)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", type=pathlib.Path), parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="cases or models: a case runs if its name, or its model's, has one of these words")
+    parser.add_argument("--jobs", type=int, default=6), parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--model", nargs="*", default=[]), parser.add_argument("--inside")
+    args = parser.parse_args()
+    if args.inside:
+        inside(args.inside, args.models, args.work)
+    args.work.mkdir(parents=True, exist_ok=True)
+    models = [path for path in sorted(args.models.iterdir()) if (path / "config.json").exists() and (not args.model or path.name in args.model)]
+    plan = collections.OrderedDict()
+    for model in models:
+        plan["prepare", model] = ({}, [])
+        for name, _, environment, first in TWO if args.gpus == 2 else REAL:
+            if not args.only or any(word in f"{name} {model.name}" for word in args.only):
+                plan[name, model] = (environment, first)
+                for other in first:
+                    plan.setdefault((other, model), ({}, ["prepare"]))
+    if args.gpus == 1:
+        for shape in SHAPES:
+            if not args.only or any(word in f"dummy {shape}" for word in args.only):
+                plan["dummy", pathlib.Path(shape)] = ({}, [])
+    results, start = {}, time.monotonic()
+    print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} engines and preparations", flush=True)
+    pending, running = list(plan), {}
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        while pending or running:
+            done = set(results)
+            for case, model in list(pending):
+                environment, first = plan[case, model]
+                if len(running) < args.jobs and all((other, model.name) in done for other in first):
+                    pending.remove((case, model))
+                    running[pool.submit(run, case, environment, model, args.work)] = case, model
+            ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in ended:
+                case, model = running.pop(future)
+                results[case, model.name] = found = future.result()
+                for row in found["checks"]:
+                    print(f"{row['state']:8} {case:18} {model.name:14} {row['seconds']:6.1f} s  {row['check']}: {row['note']}"[:260], flush=True)
+                print(f"         {case:18} {model.name:14} {found['seconds']:6.1f} s in all, loaded in {found['values'].get('load_s', 0):.1f} s", flush=True)
+    shared = across(results)
+    for place, row in shared:
+        print(f"{row['state']:8} {place:33}           {row['check']}: {row['note']}", flush=True)
+    checks = [row for found in results.values() for row in found["checks"]] + [row for _, row in shared]
+    whole = [name for name, *_ in REAL + TWO]
+    for name in whole:
+        if not any(case == name for case, _ in plan):
+            print(f"not run  {name:18} {'needs --gpus 2' if name in FUNCTIONS and name.endswith('parallel') else 'not selected by these options'}")
+    states = collections.Counter(row["state"] for row in checks)
+    about = {"python": sys.version.split()[0], "tokens": TOKENS, "chunk": CHUNK, "models": {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in models}}
+    table = {"about": about, "cases": [{"case": case, "model": model} | found for (case, model), found in results.items()], "across": shared}
+    (args.work / "table.json").write_text(json.dumps(table))
+    write_tables(results, shared, args.work)
+    print(f"{dict(states)} in {time.monotonic() - start:.0f} s")
+    sys.exit(states["failed"] > 0)
+
+
+if __name__ == "__main__":
+    main()
