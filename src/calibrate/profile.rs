@@ -9,7 +9,7 @@ use crate::model::{
 };
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
-use crate::serving::{Engine, LayerScales, Operand, scale_file};
+use crate::serving::LayerScales;
 use crate::spectral::{Estimator, HeadSpectrum, PowerEstimate, certified_inflation};
 use serde::Serialize;
 
@@ -54,15 +54,6 @@ impl Profile {
             Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, n_q_heads })
         };
         self.layers.iter().flatten().filter_map(|layer| Some((layer, layer.operands()?))).map(scales).collect()
-    }
-
-    /// The file of scales of an export for vLLM, one scale per tensor. No engine reads it without the index
-    /// and the config that [`export`](crate::serving::export) writes.
-    ///
-    /// # Errors
-    /// `is_unsupported` if the values of a layer have no bound, or the family has no names for its layers.
-    pub fn scale_file(&self) -> Result<Vec<u8>> {
-        scale_file(Engine::Vllm, &self.model.family, &self.layer_scales()?, &Operand::ALL, false)
     }
 }
 
