@@ -10,7 +10,6 @@ use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cli::{self, pages};
 use sigmascale::cuda;
-use sigmascale::file::{check_not_of_model, check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
@@ -147,27 +146,6 @@ pub fn inspect(py: Python<'_>, source: Source) -> PyResult<(String, String)> {
         }
         let inspection = Inspection::new(profile);
         Ok((text(&inspection)?, pages::of_inspection(&inspection)))
-    })
-}
-
-#[pyfunction]
-pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: CalibrateOptions) -> PyResult<()> {
-    detached(py, move |stop| {
-        if options.as_paper {
-            return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
-        }
-        check_target(&file)?;
-        check_not_of_model("the file", &file)?;
-        if let Source::Named(name) = &source
-            && let ModelSource::Checkpoint(checkpoint) = ModelSource::open(name)?
-        {
-            check_not_read("the file", &file, checkpoint.files())?;
-        }
-        let profile = profile(source, options.check()?, stop)?;
-        if profile.layers.is_none() {
-            return Err(Error::argument("exported scales need weights, but this model has none: pass a checkpoint"));
-        }
-        write_atomically(&file, &profile.scale_file()?)
     })
 }
 

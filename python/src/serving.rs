@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 use sigmascale::cli::pages;
 use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
-use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
+use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,13 @@ fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
     }
 }
 
+/// Options of the server.
+fn options(context: Option<usize>, skip: &[String]) -> Result<Serving> {
+    Ok(Serving { context, skip: SkipLayers::parse(skip)? })
+}
+
 #[pyfunction]
+#[allow(clippy::too_many_arguments)]
 pub fn export(
     py: Python<'_>,
     model: String,
@@ -43,16 +49,24 @@ pub fn export(
     name: String,
     per_head: bool,
     copy: bool,
+    context: Option<usize>,
+    skip: Vec<String>,
 ) -> PyResult<String> {
     detached(py, move |stop| {
-        let options = ExportOptions { engine: engine(&name)?, per_head, copy };
+        let options = ExportOptions { engine: engine(&name)?, per_head, copy, serving: options(context, &skip)? };
         text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
     })
 }
 
 /// The audits of these engines, each with its page; without one, of all, that which the folder was exported for first.
 #[pyfunction]
-pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<Vec<(String, String)>> {
+pub fn verify(
+    py: Python<'_>,
+    folder: String,
+    name: Option<String>,
+    context: Option<usize>,
+    skip: Vec<String>,
+) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
         let first = name.as_deref().map(engine).transpose()?;
         let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
@@ -61,8 +75,8 @@ pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &mut || stop.check())?;
-        audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(audit)))).collect()
+        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &options(context, &skip)?, &mut || stop.check())?;
+        audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
     })
 }
 
