@@ -7,6 +7,7 @@ writes the folders of `folders.py` into PLACE and a line a folder to `PLACE/ENGI
 folder is loaded in a child of its own.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -112,7 +113,9 @@ def main(engine, place, part="1/1"):
     load = {"vllm": vllm, "sglang": sglang}[engine]()
     out = place / f"{engine}.jsonl"
     seen = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
-    for one in folders.folders()[number - 1 :: parts]:
+    # In an order that mixes kinds, so that a run that is cut short has some of each.
+    mixed = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
+    for one in mixed[number - 1 :: parts]:
         if one.name in seen:
             continue
         try:
