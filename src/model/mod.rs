@@ -56,7 +56,6 @@ pub use spec::{
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 
-pub(crate) use checkpoint::WeightScales;
 pub(crate) use config::quoted_non_finite;
 pub(crate) use keys::read_capped;
 pub(crate) use shards::INDEX;

@@ -185,8 +185,11 @@ impl<'a> Unread<'a> {
     /// A tensor in a layer's own module that the bounds do not read.
     fn beside(&self, layer: &LayerSpec, last: &str, norm: bool) -> Option<String> {
         let keys = ["k_proj", "v_proj", "k_norm", "qkv_proj"].contains(&last);
-        if layer.kv_source.is_some() && keys {
-            // Its keys and values are another layer's.
+        // Its keys and values are another layer's.
+        let shared = layer.kv_source.is_some() && keys;
+        // What makes a latent stands in front of a norm.
+        let latent = layer.mla.is_some() && ["q_a_proj", "fused_qkv_a_proj_with_mqa"].contains(&last);
+        if shared || latent {
             return None;
         }
         let what = if norm { "a norm of q or k" } else { "a projection" };

@@ -72,7 +72,7 @@ impl Description {
     pub fn parameters(&self, names: &Names, modules: &[String], method: &Method) -> Parameters {
         let key = method.key();
         let fits = |rename: &&Rename| {
-            rename.methods.is_empty() || rename.methods.iter().any(|own| key.split(':').next() == Some(own))
+            rename.methods.is_empty() || rename.methods.iter().any(|own| key.split(':').next() == Some(*own))
         };
         let compiled = names.renames.iter().filter(fits).filter_map(|rename| {
             // Every expression is compiled in the tests.

@@ -200,7 +200,7 @@ impl Found {
         let (candidates, strays) = case.candidates();
         let anywhere = Operand::ALL.map(|operand| candidates.iter().any(|layer| !layer[operand as usize].is_empty()));
         let rows = needs.iter().enumerate().map(|(index, need)| {
-            let row = |operand| case.row(index, operand, need, &candidates[index], anywhere[operand as usize]);
+            let row = |operand: Operand| case.row(index, operand, need, &candidates[index], anywhere[operand as usize]);
             LayerAudit { layer: need.stored.layer, q: row(Operand::Q), k: row(Operand::K), v: row(Operand::V) }
         });
         let mut layers: Vec<LayerAudit> = rows.collect();
@@ -392,7 +392,7 @@ impl<'a> Case<'a> {
         {
             return at_one(verdict, format!("{why}; {covered}"), stored.values.first().copied());
         }
-        let own = if own.is_empty() { self.lent(operand, candidates) } else { own };
+        let own = if own.is_empty() { self.lent(operand, candidates) } else { own.as_slice() };
         if own.is_empty() {
             return match unread {
                 Some((stored, why)) => {
@@ -431,6 +431,9 @@ impl<'a> Case<'a> {
                 let module = &self.found.names.modules[index];
                 // Quark compares with the engine's name, which for wrapped models has its own prefix.
                 let own = self.found.config.quark_excludes(&format!("{module}.attn"))?;
+                if module.starts_with("model.layers.") {
+                    return Some(own);
+                }
                 let bare = module.split_once(".layers.").map_or(module.as_str(), |(_, rest)| rest);
                 let other = self.found.config.quark_excludes(&format!("language_model.model.layers.{bare}.attn"))?;
                 let third = self.found.config.quark_excludes(&format!("model.layers.{bare}.attn"))?;
@@ -453,7 +456,7 @@ impl<'a> Case<'a> {
 
     /// The scale of another operand that a loader takes for one that is missing.
     fn lent<'c>(&self, operand: Operand, candidates: &'c Candidates<'a>) -> &'c [(&'a str, &'a Stored)] {
-        let k = &candidates[Operand::K as usize];
+        let k = candidates[Operand::K as usize].as_slice();
         let base = self.method.is_base() || self.engine == Engine::Sglang;
         match (self.engine, operand) {
             (Engine::Vllm | Engine::Sglang, Operand::V) if base => k,
