@@ -198,7 +198,6 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (vec!["bench", "spectral", "--layers", "-2"], "-2 is not in 1..=1024"),
         // Options that contradict each other, or the scenario.
         (model(&["--bound", "worst-case", "--estimator", "power"]), "bound worst-case needs estimator gram"),
-        (model(&["--export-scales", "x.safetensors"]), "needs weights"),
         (vec!["inspect", "mistral-7b"], "needs weights"),
         (stress(&["--trace", "x.json"]), "remove --trace"),
         // Empty values.
