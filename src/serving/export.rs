@@ -79,7 +79,8 @@ pub fn export(
     let layers = layers(options, spec, &needs)?;
     let unjudged = unjudged(&from, checkpoint, &config, &names, &files);
     let mut certificate = Certificate::new(spec, &layers, options, &reads, SCALES_FILE, unjudged)?;
-    certificate.notes.extend(biased(&needs));
+    let place = to.display().to_string();
+    certificate.notes.extend(biased(&needs, spec, options.engine, &place, &options.serving));
     let operands: Vec<Operand> = Operand::ALL.into_iter().filter(|operand| reads.scale(*operand)).collect();
     let served = layers.iter().zip(&spec.layers).filter(|(_, own)| !options.serving.skip.has(own));
     let served: Vec<LayerScales> = served.map(|(layer, _)| layer.clone()).collect();

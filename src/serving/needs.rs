@@ -188,23 +188,36 @@ impl Engine {
 /// The operands that a loader takes from another.
 pub(super) const KEY_AND_VALUE: [Operand; 2] = [Operand::K, Operand::V];
 
-/// Layers whose keys are mostly their bias, for people.
-pub(super) fn biased(needs: &[Need]) -> Option<String> {
-    /// From this share on a bias keeps channels of all keys at one value, which an FP8 cache rounds alike in every token.
+/// Layers whose keys are mostly their bias, and how they are kept out of the FP8 cache of a folder, for people.
+pub(super) fn biased(
+    needs: &[Need],
+    spec: &AttentionSpec,
+    engine: Engine,
+    folder: &str,
+    serving: &Serving,
+) -> Option<String> {
+    /// From this share on a bias takes most of the steps of E4M3 from what tells keys apart: a key of bias b keeps
+    /// a step of at least b / 16, and the rest of the bound is at most nine times b.
     const FROM: f32 = 0.1;
-    let mut layers: Vec<(usize, f32)> =
-        needs.iter().map(|need| (need.stored.layer, need.key_bias)).filter(|(_, share)| *share > FROM).collect();
+    let own = needs.iter().zip(&spec.layers).filter(|(need, own)| need.key_bias > FROM && !serving.skip.has(own));
+    let mut layers: Vec<(usize, f32)> = own.map(|(need, _)| (need.stored.layer, need.key_bias)).collect();
+    if layers.is_empty() {
+        return None;
+    }
     layers.sort_by(|a, b| b.1.total_cmp(&a.1));
     let named: Vec<String> = layers.iter().take(8).map(|(layer, share)| format!("{layer} ({share:.2})")).collect();
     let more = layers.len().saturating_sub(8);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    let skip: Vec<String> = layers.iter().map(|(layer, _)| layer.to_string()).collect();
-    (!layers.is_empty()).then(|| {
-        format!(
-            "The bias of the keys is above 0.1 of their bound in layers {}{more}: FP8 rounds most of what it stores of such keys \
-             alike. Keep them in the model's type: --skip-layers {}.",
-            named.join(", "),
-            skip.join(" ")
-        )
-    })
+    let keep = if engine.description().skips_layers {
+        let mut serving = serving.clone();
+        serving.skip.numbers.extend(layers.iter().map(|(layer, _)| *layer));
+        format!("Keep them in the model's type: {}", engine.command(folder, &serving))
+    } else {
+        format!("{engine} cannot keep single layers in the model's type.")
+    };
+    Some(format!(
+        "The bias of the keys is above 0.1 of their bound in layers {}{more}: FP8 rounds most of what it stores of such keys alike \
+         in every token. {keep}",
+        named.join(", ")
+    ))
 }

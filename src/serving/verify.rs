@@ -55,7 +55,7 @@ pub fn verify(
             done.push((spec.clone(), needs));
         }
         let (spec, needs) = done.iter().find(|(own, _)| *own == spec).expect("it was just made");
-        audits.push(found.audit(*engine, spec, needs, &engine.serving(serving)));
+        audits.push(found.audit(*engine, spec, needs, &engine.serving(serving), &folder));
     }
     Ok(audits)
 }
@@ -185,7 +185,14 @@ impl Found {
         engine == Engine::Vllm && self.method(engine).is_compressed_tensors() && strategy == Some("attn_head")
     }
 
-    fn audit(&self, engine: Engine, spec: &AttentionSpec, needs: &[Need], serving: &Serving) -> Audit {
+    fn audit(
+        &self,
+        engine: Engine,
+        spec: &AttentionSpec,
+        needs: &[Need],
+        serving: &Serving,
+        folder: &Path,
+    ) -> Audit {
         let description = engine.description();
         let method = self.method(engine);
         let loads = description.loads(spec, &self.config.types());
@@ -210,7 +217,7 @@ impl Found {
         let safe = unjudged.is_empty()
             && layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == Verdict::Safe);
         let mut notes = case.notes();
-        notes.extend(biased(needs));
+        notes.extend(biased(needs, spec, engine, &folder.display().to_string(), serving));
         let (model, version) = (spec.name.clone(), description.version);
         let outcome = Outcome::of(&layers, &unjudged);
         Audit { engine, version, model, safe, outcome, serving: serving.clone(), notes, unjudged, layers }
