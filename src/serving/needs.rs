@@ -196,8 +196,8 @@ pub(super) fn biased(
     folder: &str,
     serving: &Serving,
 ) -> Option<String> {
-    /// From this share on a bias takes most of the steps of E4M3 from what tells keys apart: a key of bias b keeps
-    /// a step of at least b / 16, and the rest of the bound is at most nine times b.
+    /// Beside a bias b the steps of E4M3 are at least b / 16, however small a key's own part is: from this share on, 1/160 of the
+    /// bound.
     const FROM: f32 = 0.1;
     let own = needs.iter().zip(&spec.layers).filter(|(need, own)| need.key_bias > FROM && !serving.skip.has(own));
     let mut layers: Vec<(usize, f32)> = own.map(|(need, _)| (need.stored.layer, need.key_bias)).collect();
