@@ -8,13 +8,15 @@ use serde::Serialize;
 use serde_json::json;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
-use sigmascale::cli::{self, pages};
 use sigmascale::cuda;
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
-use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
+use sigmascale_cli::pages;
+use sigmascale_cli::target::{check_not_of_model, check_not_read};
+use sigmascale_lab::file::{check_target, write_atomically};
+use sigmascale_lab::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use std::ffi::OsString;
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -130,7 +132,7 @@ pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> P
 /// The command, with the arguments that follow its name; returns its exit code.
 #[pyfunction]
 pub fn command(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
-    py.detach(|| cli::run(iter::once("sigmascale".into()).chain(arguments)))
+    py.detach(|| sigmascale_cli::run(iter::once("sigmascale".into()).chain(arguments)))
 }
 
 /// JSON, and the page of the command line.

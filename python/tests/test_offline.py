@@ -239,7 +239,7 @@ def test_layers_may_differ_in_their_heads():
         (sigmascale.ArgumentError, "layers 0 must be at least 1", lambda: sigmascale.stress("refit", MODEL, layers=0)),
         (
             sigmascale.ArgumentError,
-            "features train -- stress lr-spike --model tiny-llama-train",
+            "`sigmascale stress lr-spike --model tiny-llama-train`",
             lambda: sigmascale.stress("lr-spike", MODEL),
         ),
         (

@@ -10,9 +10,8 @@
 //! other calls of this module. Neither looks at rows of a page that no sequence uses.
 
 use crate::error::{Error, Result};
-use crate::forward::rotate;
 use crate::fp8::{Counts, Format, OnOverflow};
-use crate::model::Rope;
+use crate::model::{Rope, rotate};
 use crate::plan::OperandDescales;
 use crate::scale::Descale;
 use crate::stats::CastStats;

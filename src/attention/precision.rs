@@ -175,7 +175,11 @@ impl FromStr for PvAccumulator {
 }
 
 impl PvAccumulator {
-    pub(crate) fn check(self) -> Result<()> {
+    /// Whether its numbers of keys fit the tiles of a kernel.
+    ///
+    /// # Errors
+    /// `is_argument` if one does not divide them, or is no multiple of them.
+    pub fn check(self) -> Result<()> {
         match self {
             Self::Fp8 { promote_every } if promote_every == 0 || promote_every % TILE != 0 => {
                 Err(Error::argument(format_args!(

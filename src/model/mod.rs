@@ -22,6 +22,7 @@ mod mla;
 mod preset;
 mod quantization;
 mod record;
+mod rotate;
 mod rotation;
 mod rounding;
 mod shards;
@@ -43,6 +44,7 @@ pub use layout::{LayerNames, Layout, MlaNames, ProjectionName, attention_module}
 pub use mla::Mla;
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
+pub use rotate::rotate;
 pub use rounding::{
     E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, MlaRounding, RoundingShare, WeightRounding, norm_roundings,
 };

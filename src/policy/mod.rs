@@ -40,8 +40,7 @@ pub use config::{
 pub use contract::Policy;
 pub use current::Current;
 pub use delayed::{Delayed, DelayedPaper, DelayedTe, Slot};
-pub(crate) use differs::differences;
-pub use differs::differs;
+pub use differs::{differences, differs};
 pub use geometry::{Geometry, ISOTROPY};
 pub use kind::PolicyKind;
 pub use report::{PolicyEvent, Report, Restart, Slack, TensorReport};

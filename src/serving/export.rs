@@ -10,7 +10,7 @@ use super::scales::{LayerScales, scale_file};
 use super::settings::{HF_QUANT, Method, Settings, hf_quant_config};
 use super::unjudged::unjudged;
 use crate::error::{Error, Result};
-use crate::file::{place_of, write_atomically, write_folder};
+use crate::file::{place_of, write_folder, write_new};
 use crate::model::{AttentionSpec, Checkpoint, INDEX, WeightFiles};
 use crate::scale::Descale;
 use serde::Serialize;
@@ -113,7 +113,7 @@ pub fn export(
                 write_without(&files, file, without, folder)?;
             }
         }
-        let write = |name: &str, bytes: &[u8]| write_atomically(&folder.join(name), bytes);
+        let write = |name: &str, bytes: &[u8]| write_new(&folder.join(name), bytes);
         let came = match &scales {
             Some(bytes) => {
                 write(SCALES_FILE, bytes)?;

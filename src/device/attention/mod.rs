@@ -51,14 +51,22 @@ mod variant;
 
 pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
-pub use backward::{BackwardEngine, backward_variants};
+pub use backward::BackwardEngine;
+#[doc(hidden)]
+pub use backward::backward_variants;
 pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::AttentionEngine;
+// Hidden: a call with device memory of its own, which the command times and `Cuda` makes of a host call.
+#[doc(hidden)]
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
-pub use paged::{PagedEngine, paged_variants};
+pub use paged::PagedEngine;
+#[doc(hidden)]
+pub use paged::paged_variants;
 pub use paged_call::{NewTokens, PagedCache, PagedRope, PagedTensors, PagedWorkspace, ValuePages};
 pub use sizes::HeadDims;
 pub use terms::{Sequences, Terms};
 pub use tile::{Schedule, Split, Tile};
+// Hidden, with the other lists of variants: tests compile every one.
+#[doc(hidden)]
 pub use variant::{attention_variants, cast_variants, spilling_variants};
