@@ -12,6 +12,7 @@ import json
 import pathlib
 import sys
 
+import folders
 import numpy
 
 
@@ -49,10 +50,14 @@ def main(engine, place):
 
     place = pathlib.Path(place)
     counts, scales = collections.Counter(), 0
-    for line in (place / f"{engine}.jsonl").read_text().splitlines():
-        truth = json.loads(line)
+    truths = {truth["name"]: truth for truth in map(json.loads, (place / f"{engine}.jsonl").read_text().splitlines())}
+    control = lambda name: truths.get(folders.Folder(*folders.CONTROL(name.split("-")[0])).name, {})
+    for truth in truths.values():
         if "not_built" in truth:
             counts["not built"] += 1
+            continue
+        if "error" in truth and "error" in control(truth["name"]):
+            counts["not started, with or without scales"] += 1
             continue
         try:
             said = sigmascale.verify(place / truth["name"], engine)

@@ -71,6 +71,7 @@ FAMILIES = models.CONFIGS | MORE | LATENT
 
 # Names behind the attention module, by operand.
 STYLES = {
+    "nothing": [],
     "module": ["q_scale", "k_scale", "v_scale"],
     "inner": ["attn.q_scale", "attn.k_scale", "attn.v_scale"],
     "projection": ["k_proj.k_scale", "v_proj.v_scale"],
@@ -111,6 +112,8 @@ def quark(*exclude):
     }
 
 
+# A family without scales and without a quantization: what does not start so does not start for another reason.
+CONTROL = lambda family: (family, "none", "nothing")
 FP8_CACHE = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
 ASIDE = {"producer": {"name": "modelopt", "version": "0.29.0"}}
 # What the config, or `hf_quant_config.json`, says.
@@ -161,6 +164,8 @@ def folders():
         one = Folder(*fields, **named)
         chosen.setdefault(one.name, one)
 
+    for family in every:
+        add(*CONTROL(family))
     for family, style in itertools.product(every, STYLES):
         add(family, "llm-compressor", style)
     for family, producer, style in itertools.product(few, PRODUCERS, ["module", "projection", "output", "one"]):

@@ -114,7 +114,8 @@ def main(engine, place, part="1/1"):
     out = place / f"{engine}.jsonl"
     seen = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
     # In an order that mixes kinds, so that a run that is cut short has some of each.
-    mixed = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
+    order = lambda one: (one.style != "nothing", hashlib.sha256(one.name.encode()).hexdigest())
+    mixed = sorted(folders.folders(), key=order)
     for one in mixed[number - 1 :: parts]:
         if one.name in seen:
             continue
