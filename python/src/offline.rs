@@ -14,8 +14,6 @@ use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
-use sigmascale_cli::target::{check_not_of_model, check_not_read};
-use sigmascale_lab::file::{check_target, write_atomically};
 use sigmascale_lab::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use std::ffi::OsString;
 use std::iter;
