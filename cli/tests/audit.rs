@@ -254,6 +254,8 @@ fn attention_outside_of_the_bounded_layers_is_not_passed_over() {
         "model.layers.4.self_attn.v_proj.weight",
         "midlayer.self_attn.q_proj.weight",
         "draft_model.layers.0.attention.wq.weight",
+        "mtp.0.attn.q.weight",
+        "model.layers.5.attention.anything.weight",
         "encoder.layers.0.self_attn.k_proj.weight",
         "model.layers.0.self_attn.qkv_proj.weight",
         "model.layers.0.cross_attn.k_proj.weight",

@@ -141,7 +141,7 @@ impl<'a> Unread<'a> {
         let projection = PROJECTIONS.contains(&last);
         let norm = ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm"].contains(&last);
         let data = kind == "bias" || kind.starts_with("weight") || kind.starts_with("qweight");
-        if !(projection || norm) || !data || self.read.contains(stem) {
+        if !data || self.read.contains(stem) {
             return None;
         }
         // The selection of keys has a cache of its own, with scales that are computed; a state is no cache of keys.
@@ -150,20 +150,25 @@ impl<'a> Unread<'a> {
             return None;
         }
         if let Some(own) = self.own_module(stem) {
-            let layer = &self.spec.layers[own];
-            return self.beside(layer, last, norm);
+            return self.beside(&self.spec.layers[own], last, projection, norm);
         }
         if self.is_encoder(&parts) {
             return None;
         }
         let number = self.number(name);
+        let known = number.is_some_and(|number| number < self.layers);
+        // In a layer of the model's own, projections alone tell; elsewhere whatever is called attention does.
+        let attention = parts.iter().any(|part| is_attention(part) && !part.contains("norm") && *part != "mixer");
+        if !(projection || norm || attention && !known) {
+            return None;
+        }
         if let Some(number) = number {
-            let hybrid = number < self.layers && self.spec.layers.iter().all(|layer| layer.number != number);
+            let hybrid = known && self.spec.layers.iter().all(|layer| layer.number != number);
             if hybrid {
                 // The config says that the layer has no softmax attention.
                 return None;
             }
-            if number >= self.layers {
+            if !known {
                 return Some(format!(
                     "attention of layer {number}, past the {} layers of the config (a layer for multi-token prediction)",
                     self.layers
@@ -183,13 +188,13 @@ impl<'a> Unread<'a> {
     }
 
     /// A tensor in a layer's own module that the bounds do not read.
-    fn beside(&self, layer: &LayerSpec, last: &str, norm: bool) -> Option<String> {
+    fn beside(&self, layer: &LayerSpec, last: &str, projection: bool, norm: bool) -> Option<String> {
         let keys = ["k_proj", "v_proj", "k_norm", "qkv_proj"].contains(&last);
         // Its keys and values are another layer's.
         let shared = layer.kv_source.is_some() && keys;
         // What makes a latent stands in front of a norm.
         let latent = layer.mla.is_some() && ["q_a_proj", "fused_qkv_a_proj_with_mqa"].contains(&last);
-        if shared || latent {
+        if shared || latent || !(projection || norm) {
             return None;
         }
         let what = if norm { "a norm of q or k" } else { "a projection" };
