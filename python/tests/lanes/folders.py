@@ -65,6 +65,13 @@ MORE = {
         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=64,
     ),
+    "olmo2": lambda t: t.Olmo2Config(**SIZES),
+    "olmo3": lambda t: t.Olmo3Config(**SIZES),
+    "helium": lambda t: t.HeliumConfig(**SIZES, head_dim=16),
+    "bitnet": lambda t: t.BitNetConfig(**SIZES),
+    "cwm": lambda t: t.CwmConfig(**SIZES, head_dim=16),
+    "vaultgemma": lambda t: t.VaultGemmaConfig(**SIZES, head_dim=16),
+    "nanochat": lambda t: t.NanoChatConfig(**SIZES),
     "minimax_m2": lambda t: t.MiniMaxM2Config(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
 }
 FAMILIES = models.CONFIGS | MORE | LATENT
