@@ -303,10 +303,11 @@ fn adapters_are_not_passed_over() {
         let mut model = Model::llama();
         model.cover(Engine::Vllm, NAMES);
         let folder = model.folder();
-        match file.ends_with("safetensors") {
-            true => drop(std::fs::copy(folder.path().join("model.safetensors"), folder.path().join(file)).unwrap()),
-            false => std::fs::write(folder.path().join(file), "{}").unwrap(),
-        }
+        let bytes = match file.ends_with("safetensors") {
+            true => std::fs::read(folder.path().join("model.safetensors")).unwrap(),
+            false => b"{}".to_vec(),
+        };
+        std::fs::write(folder.path().join(file), bytes).unwrap();
         let audit = audit(folder.path(), Engine::Vllm, &Serving::default());
         assert!(!audit.safe && audit.unjudged.iter().any(|one| one.what.contains(file)), "{file}: {:?}", audit.unjudged);
         // The last line is the verdict, and what to do stands in front of it.
