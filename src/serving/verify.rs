@@ -160,20 +160,25 @@ impl Found {
                 _ => closed("the config has no `kv_cache_scheme`, so SGLang reads no scale"),
             };
         };
+        // SGLang passes over what it does not support, vLLM ends.
+        let wrong = |why: String| match engine {
+            Engine::Vllm => Gate::Refused(why),
+            _ => Gate::Closed(why),
+        };
         let strategy = scheme.get("strategy").and_then(Value::as_str).unwrap_or_default();
         let flag = |key: &str| scheme.get(key).and_then(Value::as_bool);
         let groups = self.config.quantization().and_then(|map| map.get("config_groups"));
         let has_groups = groups.is_some_and(Value::is_object);
         if scheme.get("type") != Some(&json!("float")) || scheme.get("num_bits") != Some(&json!(8)) {
-            closed("`kv_cache_scheme` is not 8-bit float")
+            wrong("`kv_cache_scheme` is not 8-bit float".to_owned())
         } else if !flag("symmetric").unwrap_or(engine == Engine::Sglang) {
-            closed("`kv_cache_scheme` has no `symmetric: true`")
+            wrong("`kv_cache_scheme` has no `symmetric: true`".to_owned())
         } else if engine == Engine::Sglang && flag("dynamic") == Some(true) {
             closed("`kv_cache_scheme` is dynamic")
         } else if self.per_head(engine) && !has_groups {
             closed("`quantization_config` has no `config_groups`, without which vLLM reads no per-head scales")
         } else if strategy != "tensor" && !(engine == Engine::Vllm && strategy == "attn_head") {
-            Gate::Closed(format!("{engine} does not read `kv_cache_scheme` with this `strategy`"))
+            wrong(format!("{engine} does not read `kv_cache_scheme` with this `strategy`"))
         } else {
             Gate::Open
         }
@@ -228,6 +233,8 @@ impl Found {
 enum Gate {
     Open,
     Closed(String),
+    /// The engine does not start.
+    Refused(String),
     Unknown(String),
 }
 
@@ -252,7 +259,7 @@ impl<'a> Case<'a> {
         let mut notes = Vec::new();
         match (&self.loads, &self.gate) {
             (Some(Loads::Nothing(why)), _) => notes.push(format!("{why}.")),
-            (_, Gate::Closed(why)) => notes.push(format!("No scale is loaded: {why}.")),
+            (_, Gate::Closed(why) | Gate::Refused(why)) => notes.push(format!("No scale is loaded: {why}.")),
             (_, Gate::Unknown(why)) => notes.push(format!("{why}.")),
             _ => {}
         }
@@ -302,7 +309,7 @@ impl<'a> Case<'a> {
             let meant = self.found.names.meant(name);
             let ignored = match (&self.loads, &self.gate) {
                 // The engine has no place for any scale of the model's own modules.
-                (Some(Loads::Nothing(_)), _) | (_, Gate::Closed(_)) => meant.is_some(),
+                (Some(Loads::Nothing(_)), _) | (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
                 _ => false,
             };
             let unread = meant.is_some_and(|(_, operand)| !self.engine.description().operands[operand as usize]);
@@ -317,6 +324,12 @@ impl<'a> Case<'a> {
         }
         let engine = self.engine;
         let mut unjudged = Vec::new();
+        let settings = |why: String| Unjudged { what: "config.json".to_owned(), why };
+        match &self.gate {
+            Gate::Refused(why) => unjudged.push(settings(format!("{engine} does not start: {why}"))),
+            Gate::Unknown(why) => unjudged.push(settings(why.clone())),
+            Gate::Open | Gate::Closed(_) => {}
+        }
         if !unknown.is_empty() {
             unjudged.push(Unjudged {
                 what: census::first_of(&unknown),
@@ -383,7 +396,7 @@ impl<'a> Case<'a> {
         }
         let excluded = self.excluded(index);
         let closed = match (&self.gate, excluded) {
-            (Gate::Closed(why), _) => Some((Verdict::NotLoaded, format!("never loaded: {why}"))),
+            (Gate::Closed(why) | Gate::Refused(why), _) => Some((Verdict::NotLoaded, format!("never loaded: {why}"))),
             (Gate::Unknown(why), _) => Some((Verdict::Unknown, why.clone())),
             (Gate::Open, Some(true)) => Some((
                 Verdict::NotLoaded,

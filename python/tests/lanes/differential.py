@@ -51,7 +51,7 @@ def main(engine, place):
     place = pathlib.Path(place)
     counts, scales = collections.Counter(), 0
     truths = {truth["name"]: truth for truth in map(json.loads, (place / f"{engine}.jsonl").read_text().splitlines())}
-    control = lambda name: truths.get(folders.Folder(*folders.CONTROL(name.split("-")[0])).name, {})
+    control = lambda name: truths.get(folders.control(name.split("-")[0]).name, {})
     for truth in truths.values():
         if "not_built" in truth:
             counts["not built"] += 1

@@ -78,7 +78,6 @@ FAMILIES = models.CONFIGS | MORE | LATENT
 
 # Names behind the attention module, by operand.
 STYLES = {
-    "nothing": [],
     "module": ["q_scale", "k_scale", "v_scale"],
     "inner": ["attn.q_scale", "attn.k_scale", "attn.v_scale"],
     "projection": ["k_proj.k_scale", "v_proj.v_scale"],
@@ -119,8 +118,6 @@ def quark(*exclude):
     }
 
 
-# A family without scales and without a quantization: what does not start so does not start for another reason.
-CONTROL = lambda family: (family, "none", "nothing")
 FP8_CACHE = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
 ASIDE = {"producer": {"name": "modelopt", "version": "0.29.0"}}
 # What the config, or `hf_quant_config.json`, says.
@@ -161,6 +158,11 @@ class Folder:
         return "-".join(word.replace(" ", "_") for word in words if word)
 
 
+def control(family):
+    """A family without scales and without a quantization: what does not start so has another reason than scales."""
+    return Folder(family, "none", "nothing")
+
+
 def folders():
     """At least 600, the same ones in every run."""
     every = [family for family in FAMILIES]
@@ -171,8 +173,6 @@ def folders():
         one = Folder(*fields, **named)
         chosen.setdefault(one.name, one)
 
-    for family in every:
-        add(*CONTROL(family))
     for family, style in itertools.product(every, STYLES):
         add(family, "llm-compressor", style)
     for family, producer, style in itertools.product(few, PRODUCERS, ["module", "projection", "output", "one"]):
@@ -232,7 +232,7 @@ def write(one, place):
     for number, (layer, module) in enumerate(modules(weights).items()):
         if one.style == "first layer" and number > 0:
             break
-        for place_, name in enumerate(STYLES[one.style]):
+        for place_, name in enumerate(STYLES.get(one.style, [])):
             value = 0.0371 * (layer + 1) * (place_ + 1)
             last = name.rsplit(".", 1)[-1].lstrip("_")
             entries = {"q": 4}.get(last[0], 2) if one.heads else 1

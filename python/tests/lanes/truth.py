@@ -114,17 +114,21 @@ def main(engine, place, part="1/1"):
     out = place / f"{engine}.jsonl"
     seen = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
     # In an order that mixes kinds, so that a run that is cut short has some of each.
-    order = lambda one: (one.style != "nothing", hashlib.sha256(one.name.encode()).hexdigest())
-    mixed = sorted(folders.folders(), key=order)
-    for one in mixed[number - 1 :: parts]:
+    mixed = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
+    due = mixed[number - 1 :: parts]
+    while due:
+        one = due.pop(0)
         if one.name in seen:
             continue
+        seen.add(one.name)
         try:
             folder = folders.write(one, place)
         except Exception as error:  # A family that this transformers does not have.
             result = {"not_built": f"{type(error).__name__}: {error}"[:400]}
         else:
             result = in_child(load, folder)
+            if "error" in result:
+                due.insert(0, folders.control(one.family))
         with out.open("a") as lines:
             lines.write(json.dumps({"name": one.name} | result) + "\n")
 
