@@ -45,7 +45,7 @@ impl Cast {
     }
 
     /// The FP8 format, and the power of two that brings the plan's range of 448 to it.
-    pub(crate) fn fp8(self) -> Option<(Format, f32)> {
+    pub fn fp8(self) -> Option<(Format, f32)> {
         match self {
             Self::F32 | Self::Bf16 | Self::Bf16Stochastic => None,
             Self::E4m3 => Some((Format::E4m3, 1.0)),
