@@ -222,13 +222,15 @@ impl Audit {
             }
         }
         for unjudged in &self.unjudged {
-            lines.push(if unjudged.why.contains("adapter") {
-                format!("{}: merge it into the weights, or move it away, and verify again", unjudged.what)
+            let what = &unjudged.what;
+            lines.push(if what == "config.json" {
+                "config.json: take the settings of the tool that wrote the weights, without its cache, and export".to_owned()
+            } else if unjudged.why.contains("adapter") {
+                format!("{what}: merge it into the weights, or move it away, and verify again")
             } else {
                 format!(
-                    "{}: serve without it (no speculative decoding with a draft from this folder), or remove it; `--allow unknown` \
-                     accepts it",
-                    unjudged.what
+                    "{what}: serve without it (no speculative decoding with a draft from this folder), or remove it; `--allow \
+                     unknown` accepts it"
                 )
             });
         }
