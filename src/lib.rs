@@ -54,6 +54,8 @@ mod file;
 pub mod fp8;
 pub mod geometry;
 pub mod model;
+#[doc(hidden)]
+pub mod names;
 pub mod plan;
 pub mod policy;
 pub mod runtime;

@@ -13,7 +13,8 @@ const CRATES: &[(&str, &str, Layers)] = &[
         "sigmascale",
         ".",
         &[
-            &["error", "file", "fp8", "tensor"],
+            &["error", "names"],
+            &["file", "fp8", "tensor"],
             &["scale"],
             &["model"],
             &["geometry"],

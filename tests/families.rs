@@ -652,7 +652,7 @@ mod fp8 {
         let [plain, counted] = [0, 1].map(|i| found[i].v.as_ref().unwrap()[0].rounded);
         assert!(plain < value && value < counted, "{plain} {value} {counted}");
         for (one, other) in found[0].heads.iter().zip(&found[1].heads) {
-            assert!(one.certain == other.certain && one.rounded < other.rounded);
+            assert!(one.exact == other.exact && one.rounded < other.rounded);
         }
     }
 

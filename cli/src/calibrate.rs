@@ -1,12 +1,12 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
-use super::latent;
+use super::mla;
 use super::model::Model;
+use super::named::named;
 use super::numbers::{count, real};
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short};
-use clap::ValueEnum;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
 use sigmascale::plan::Granularity;
@@ -36,14 +36,14 @@ pub struct Args {
     #[arg(long, default_value_t = 0.8, value_parser = real)]
     eta: f64,
     /// Logit bound from which logit descales are computed [default: worst-case]
-    #[arg(long, value_enum)]
-    bound: Option<Bound>,
+    #[arg(long, value_parser = named::<BoundKind>())]
+    bound: Option<BoundKind>,
     /// One scale per head or per layer [default: head]
-    #[arg(long, value_enum)]
-    granularity: Option<Grain>,
+    #[arg(long, value_parser = named::<Granularity>())]
+    granularity: Option<Granularity>,
     /// How norms are computed
-    #[arg(long, value_enum, default_value = "gram")]
-    estimator: Engine,
+    #[arg(long, value_parser = named::<Estimator>(), default_value = Estimator::Gram.name())]
+    estimator: Estimator,
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
@@ -54,60 +54,23 @@ pub struct Args {
     output: OutputArgs,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum Bound {
-    /// No normalized input exceeds it, rounding included
-    #[value(alias = "certain")]
-    WorstCase,
-    /// The paper's probabilistic bound, assumes isotropic tokens
-    RankAware,
-    /// A sharper probabilistic bound, assumes isotropic tokens
-    Spectrum,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Grain {
-    /// One scale per head
-    Head,
-    /// One scale for all heads of a layer
-    Layer,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Engine {
-    /// Exact and certified
-    Gram,
-    /// The paper's power iteration, a lower bound
-    Power,
-}
-
 impl Args {
     fn options(&self) -> Result<Options> {
         if self.c.is_some() && !self.as_paper {
             return Err(Error::argument("--c needs --as-paper: it replaces c_star in the paper's bound"));
         }
-        if self.as_paper && matches!(self.bound, Some(Bound::WorstCase | Bound::Spectrum)) {
+        if self.as_paper && matches!(self.bound, Some(BoundKind::WorstCase | BoundKind::Spectrum)) {
             return Err(Error::argument("--as-paper uses the paper's bound: remove --bound"));
         }
-        if self.as_paper && matches!(self.granularity, Some(Grain::Head)) {
+        if self.as_paper && matches!(self.granularity, Some(Granularity::Head)) {
             return Err(Error::argument("--as-paper has one scale per layer: remove --granularity"));
         }
         let options = Options {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
             eta: self.eta,
-            bound: match self.bound.unwrap_or(Bound::WorstCase) {
-                Bound::WorstCase => BoundKind::Certain,
-                Bound::RankAware => BoundKind::RankAware,
-                Bound::Spectrum => BoundKind::Spectrum,
-            },
-            granularity: match self.granularity.unwrap_or(Grain::Head) {
-                Grain::Head => Granularity::Head,
-                Grain::Layer => Granularity::Layer,
-            },
-            estimator: match self.estimator {
-                Engine::Gram => Estimator::Gram,
-                Engine::Power => Estimator::Power,
-            },
+            bound: self.bound.unwrap_or_default(),
+            granularity: self.granularity.unwrap_or_default(),
+            estimator: self.estimator,
             as_paper: self.as_paper,
             c: self.c,
             ..Options::default()
@@ -195,7 +158,7 @@ fn table(profile: &Profile) -> String {
         Granularity::Layer => "layer",
     };
     let (bound, remark) = match method.bound {
-        Some(BoundKind::Certain) => (
+        Some(BoundKind::WorstCase) => (
             "worst-case bound, rounding included",
             "no normalized input exceeds it; `inspect` also prints the bound in exact arithmetic",
         ),
@@ -255,7 +218,7 @@ fn table(profile: &Profile) -> String {
     out.push_str(&table.render());
     if profile.model.mla.is_some() {
         out.push_str("These rows are those of the expanded form (prefill).\n\n");
-        return out + &latent::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
+        return out + &mla::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
     }
     if layers.iter().any(|layer| layer.sigma.is_none()) {
         out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");

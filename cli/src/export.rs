@@ -1,11 +1,11 @@
 //! `sigmascale export`: a checkpoint that a serving engine loads with these scales.
 
 use super::model::{Model, files};
+use super::named::named;
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short, wrapped};
 use super::target::check_not_of_model;
-use clap::ValueEnum;
 use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate, Serving, SkipLayers};
 use sigmascale::{Error, Result};
 use std::fmt::Write;
@@ -20,8 +20,8 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Engine that will load it (TensorRT-LLM reads no scales for an FP8 cache: verify --for trtllm)
-    #[arg(long = "for", value_enum, value_name = "ENGINE")]
-    engine: EngineArg,
+    #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
+    engine: Engine,
     #[command(flatten)]
     serving: ServingArgs,
     /// One scale per head (vLLM only; vLLM 0.32 cannot update the weights of such a model)
@@ -52,30 +52,6 @@ impl ServingArgs {
     }
 }
 
-/// Engines by the words of the command line.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum EngineArg {
-    /// vLLM
-    Vllm,
-    /// SGLang
-    Sglang,
-    /// TensorRT-LLM
-    Trtllm,
-    /// mistral.rs
-    Mistralrs,
-}
-
-impl From<EngineArg> for Engine {
-    fn from(engine: EngineArg) -> Self {
-        match engine {
-            EngineArg::Vllm => Self::Vllm,
-            EngineArg::Sglang => Self::Sglang,
-            EngineArg::Trtllm => Self::Trtllm,
-            EngineArg::Mistralrs => Self::Mistralrs,
-        }
-    }
-}
-
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
@@ -88,7 +64,7 @@ pub fn run(args: Args) -> Result<()> {
             args.model
         )));
     };
-    let (engine, serving) = (args.engine.into(), args.serving.read()?);
+    let (engine, serving) = (args.engine, args.serving.read()?);
     let options = ExportOptions { engine, per_head: args.per_head, copy: args.copy, serving };
     let bar = progress::bar(checkpoint.spec().layers.len(), "{msg}: layer {pos}/{len}", "export");
     let mut each = || {

@@ -13,15 +13,15 @@
 mod bench;
 mod calibrate;
 mod chart;
-mod choices;
 mod diagnose;
 mod doctor;
 mod export;
 mod families;
 mod html;
 mod inspect;
-mod latent;
+mod mla;
 mod model;
+mod named;
 mod numbers;
 mod output;
 pub mod pages;
@@ -45,7 +45,7 @@ use tracing_subscriber::EnvFilter;
   sigmascale calibrate FOLDER                          scales that the weights need
   sigmascale verify FOLDER                             can the stored FP8 scales overflow?
   sigmascale export FOLDER --to NEW --for vllm         a checkpoint with scales for vLLM
-  sigmascale stress checkpoint-load --model FOLDER --mode operands
+  sigmascale stress checkpoint-load --model FOLDER
                                                        six scaling policies on fresh weights
   sigmascale diagnose run.jsonl                        which head went wrong first, and what to do
 

@@ -30,7 +30,7 @@ impl Table {
         self
     }
 
-    /// The text, a line a row.
+    /// The text, a line per row.
     pub fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |c: usize| self.rows.iter().filter_map(|row| row.get(c)).map(|cell| cell.chars().count()).max();

@@ -1,14 +1,15 @@
 //! `sigmascale verify`: which scales an engine would use, and which the weights need.
 
-use super::export::{EngineArg, ServingArgs};
+use super::export::ServingArgs;
 use super::html::{Made, Page, Tone};
 use super::model::{Model, files};
+use super::named::named;
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, wrapped};
 use clap::ValueEnum;
 use serde::Serialize;
-use sigmascale::serving::{self, Audit, AuditEntry, Engine, Outcome, Verdict};
+use sigmascale::serving::{self, Audit, AuditEntry, Engine, Outcome, ScaleVerdict};
 use sigmascale::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -20,8 +21,8 @@ pub struct Args {
     /// Checkpoint folder
     checkpoint: String,
     /// Engine whose loading rules apply [default: the one exported for, else vllm; the others are summarized]
-    #[arg(long = "for", value_enum, value_name = "ENGINE")]
-    engine: Option<EngineArg>,
+    #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
+    engine: Option<Engine>,
     #[command(flatten)]
     serving: ServingArgs,
     /// Exit with 0 where nothing is wrong and something is unknown
@@ -73,7 +74,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
             args.checkpoint
         )));
     };
-    let mut engines: Vec<Engine> = args.engine.into_iter().map(Engine::from).collect();
+    let mut engines: Vec<Engine> = args.engine.into_iter().collect();
     if engines.is_empty() {
         let first = Engine::of_export(Path::new(&args.checkpoint)).unwrap_or(Engine::Vllm);
         engines.push(first);
@@ -101,12 +102,12 @@ fn summary(audit: &Audit) -> String {
     let total = audit.layers.iter().flat_map(|layer| layer.entries()).count();
     let faults = audit.faults();
     let kinds = [
-        (Verdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
-        (Verdict::Mismatch, "read with another scale than written with"),
-        (Verdict::Overflow, "can overflow"),
-        (Verdict::NotLoaded, "never loaded"),
-        (Verdict::Missing, "missing"),
-        (Verdict::Unknown, "unknown"),
+        (ScaleVerdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
+        (ScaleVerdict::Mismatch, "read with another scale than written with"),
+        (ScaleVerdict::Overflow, "can overflow"),
+        (ScaleVerdict::NotLoaded, "never loaded"),
+        (ScaleVerdict::Missing, "missing"),
+        (ScaleVerdict::Unknown, "unknown"),
     ];
     let counted = kinds.iter().filter_map(|(verdict, words)| {
         let count = faults.iter().filter(|(_, _, entry)| entry.verdict == *verdict).count();
@@ -133,7 +134,7 @@ fn rows(audit: &Audit) -> Vec<[String; 6]> {
     let row = |number: usize, name: char, entries: &[AuditEntry]| {
         let scales = range(entries.iter().map(|entry| f64::from(entry.scale)));
         let needed = range(entries.iter().filter_map(|entry| entry.needed.map(f64::from)));
-        let worst = entries.iter().find(|entry| entry.verdict != Verdict::Safe).or(entries.first());
+        let worst = entries.iter().find(|entry| entry.verdict != ScaleVerdict::Safe).or(entries.first());
         let (verdict, why) = worst.map_or(("-", String::new()), |entry| (entry.verdict.name(), entry.why.clone()));
         [number.to_string(), name.to_string(), scales, needed, verdict.to_owned(), why]
     };

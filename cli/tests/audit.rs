@@ -11,7 +11,7 @@ use run::{failure, sigmascale, text};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use sigmascale::model::Checkpoint;
-use sigmascale::serving::{Audit, AuditEntry, Engine, Outcome, Serving, SkipLayers, Verdict, verify};
+use sigmascale::serving::{Audit, AuditEntry, Engine, Outcome, Serving, SkipLayers, ScaleVerdict, verify};
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -144,7 +144,7 @@ fn a_shared_cache_has_one_scale() {
     let larger = 1.5 * value(&model, own, "k_scale");
     other.scale(own, "k_scale", larger);
     let audit = other.audit(Engine::Vllm);
-    assert_eq!(entry(&audit, own, 'k').verdict, Verdict::Mismatch);
+    assert_eq!(entry(&audit, own, 'k').verdict, ScaleVerdict::Mismatch);
     assert!((entry(&audit, own, 'k').factor.unwrap() - 1.5).abs() < 1e-6 && audit.outcome == Outcome::NotSafe);
     // In the owner alone: the reader takes 1.0.
     let mut other = Model { case: copy(&model.case), tensors: model.tensors.clone() };
@@ -153,13 +153,13 @@ fn a_shared_cache_has_one_scale() {
     }
     let audit = other.audit(Engine::Vllm);
     for operand in ['k', 'v'] {
-        assert_eq!(entry(&audit, own, operand).verdict, Verdict::Mismatch, "{audit:?}");
+        assert_eq!(entry(&audit, own, operand).verdict, ScaleVerdict::Mismatch, "{audit:?}");
         assert!(entry(&audit, own, operand).why.contains(&format!("layer {source}")));
     }
     // Of two only one in the model's type.
     let serving = Serving { context: None, skip: SkipLayers::parse([own.to_string()]).unwrap() };
     let audit = model.audit_with(Engine::Vllm, &serving);
-    assert_eq!(entry(&audit, own, 'k').verdict, Verdict::Mismatch);
+    assert_eq!(entry(&audit, own, 'k').verdict, ScaleVerdict::Mismatch);
 }
 
 /// What no table tells is unknown, and what one engine loads is not what another does.
@@ -179,7 +179,7 @@ fn scales_that_an_engine_loads_are_judged_whatever_the_family() {
         layers.iter().for_each(|layer| model.scale(*layer, rest, 0.0005));
         let audit = model.audit(Engine::Sglang);
         let found = entry(&audit, layers[0], 'k');
-        assert_eq!((found.verdict, found.stored), (Verdict::Overflow, Some(0.0005)), "{name} {rest}: {found:?}");
+        assert_eq!((found.verdict, found.stored), (ScaleVerdict::Overflow, Some(0.0005)), "{name} {rest}: {found:?}");
         assert!(found.factor.unwrap() > 2.0 && audit.outcome == Outcome::NotSafe);
     }
     // A family that no row has: unknown where something is stored, and 1.0 where nothing is.
@@ -187,7 +187,7 @@ fn scales_that_an_engine_loads_are_judged_whatever_the_family() {
     assert!(model.audit(Engine::Sglang).safe);
     model.scale(0, "k_scale", 0.5);
     let audit = model.audit(Engine::Sglang);
-    assert_eq!((entry(&audit, 0, 'k').verdict, audit.outcome), (Verdict::Unknown, Outcome::Unknown), "{audit:?}");
+    assert_eq!((entry(&audit, 0, 'k').verdict, audit.outcome), (ScaleVerdict::Unknown, Outcome::Unknown), "{audit:?}");
 }
 
 #[test]
@@ -198,13 +198,13 @@ fn names_are_read_by_the_rules_of_the_engine() {
         model.scale(layer, "k_scale", 0.0005);
     }
     let audit = model.audit(Engine::Vllm);
-    assert_eq!(entry(&audit, 0, 'k').verdict, Verdict::Overflow);
+    assert_eq!(entry(&audit, 0, 'k').verdict, ScaleVerdict::Overflow);
     // A name that is not read is not taken for one that is.
     let mut model = Model::named("nemotron_h", json!({"quantization_config": compressed()}));
     let layer = model.case.attention[0];
     model.set(format!("{}layers.{layer}.mixer.qkv_proj.k_scale", model.case.prefix), 0.5);
     let audit = model.audit(Engine::Vllm);
-    assert_eq!(entry(&audit, layer, 'k').verdict, Verdict::NotLoaded, "{audit:?}");
+    assert_eq!(entry(&audit, layer, 'k').verdict, ScaleVerdict::NotLoaded, "{audit:?}");
 }
 
 /// vLLM turns the temperature of Llama 4 on by the longest sequence, whatever the config says.
@@ -335,13 +335,13 @@ fn algorithms_are_normalized_as_the_engine_does() {
         std::fs::write(folder.path().join("hf_quant_config.json"), settings.to_string()).unwrap();
         let audit = audit(folder.path(), Engine::Vllm, &Serving::default());
         let found = entry(&audit, 0, 'k');
-        assert_eq!((found.verdict, found.stored), (Verdict::Overflow, Some(0.01)), "{algorithm}: {found:?}");
+        assert_eq!((found.verdict, found.stored), (ScaleVerdict::Overflow, Some(0.01)), "{algorithm}: {found:?}");
         // An algorithm that no table has is unknown.
         let settings = merge(settings, json!({"quantization": {"quant_algo": "FP3"}}));
         std::fs::write(folder.path().join("hf_quant_config.json"), settings.to_string()).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let audit = verify(&checkpoint, &[Engine::Vllm], &Serving::default(), &mut || Ok(())).unwrap().remove(0);
-        assert_eq!(entry(&audit, 0, 'k').verdict, Verdict::Unknown);
+        assert_eq!(entry(&audit, 0, 'k').verdict, ScaleVerdict::Unknown);
     }
 }
 
@@ -354,19 +354,19 @@ fn modules_that_quark_excludes_have_no_scale_in_vllm() {
             "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"}})
     };
     for (exclude, layer, expected) in [
-        (json!(["lm_head"]), 1, Verdict::Safe),
-        (json!(["re:.*self_attn.*"]), 1, Verdict::NotLoaded),
-        (json!(["model.layers.1.self_attn.attn"]), 1, Verdict::NotLoaded),
-        (json!(["model.layers.1.self_attn.attn"]), 0, Verdict::Safe),
-        (json!(["re:model.layers.1.self_attn.k_proj"]), 1, Verdict::Safe),
+        (json!(["lm_head"]), 1, ScaleVerdict::Safe),
+        (json!(["re:.*self_attn.*"]), 1, ScaleVerdict::NotLoaded),
+        (json!(["model.layers.1.self_attn.attn"]), 1, ScaleVerdict::NotLoaded),
+        (json!(["model.layers.1.self_attn.attn"]), 0, ScaleVerdict::Safe),
+        (json!(["re:model.layers.1.self_attn.k_proj"]), 1, ScaleVerdict::Safe),
         // Python reads it, and what it says cannot be told here.
-        (json!(["re:(?!lm_head).*"]), 1, Verdict::Unknown),
+        (json!(["re:(?!lm_head).*"]), 1, ScaleVerdict::Unknown),
     ] {
         let mut model = Model::new(grouped("llama", "llama", json!({"quantization_config": quark(exclude.clone())})));
         (0..4).for_each(|layer| NAMES.into_iter().for_each(|name| model.scale(layer, name, 5.0)));
         let audit = model.audit(Engine::Vllm);
         assert_eq!(entry(&audit, layer, 'k').verdict, expected, "{exclude} {layer}: {audit:?}");
-        assert_eq!(entry(&model.audit(Engine::Sglang), layer, 'k').verdict, Verdict::Safe, "SGLang keeps it");
+        assert_eq!(entry(&model.audit(Engine::Sglang), layer, 'k').verdict, ScaleVerdict::Safe, "SGLang keeps it");
     }
 }
 
@@ -379,7 +379,7 @@ fn a_scale_that_lands_elsewhere_is_not_passed_over() {
         model.cover(Engine::Vllm, NAMES);
         model.scale(2, rest, 0.0005);
         let audit = model.audit(Engine::Vllm);
-        assert_eq!(entry(&audit, 2, 'k').verdict, Verdict::Overflow, "{rest}");
+        assert_eq!(entry(&audit, 2, 'k').verdict, ScaleVerdict::Overflow, "{rest}");
     }
     // What lands nowhere, under other prefixes, in buffers, in other words.
     for name in [
@@ -421,8 +421,8 @@ fn one_scale_may_stand_for_every_head() {
         model.scale(layer, "v_scale", 0.9);
     });
     let audit = model.audit(Engine::Vllm);
-    assert_eq!((audit.layers[0].k.len(), entry(&audit, 0, 'k').verdict), (2, Verdict::Overflow));
-    assert_eq!(entry(&audit, 0, 'v').verdict, Verdict::Safe);
+    assert_eq!((audit.layers[0].k.len(), entry(&audit, 0, 'k').verdict), (2, ScaleVerdict::Overflow));
+    assert_eq!(entry(&audit, 0, 'v').verdict, ScaleVerdict::Safe);
 }
 
 /// Fused q, k and v are requantized to the largest of their scales: small weights then move by more than they are.

@@ -34,10 +34,10 @@ fn calibrate_json_has_the_promised_keys() {
         assert_eq!(layer["heads"].as_array().unwrap().len(), 4);
         for head in layer["heads"].as_array().unwrap() {
             keys(head, &["head", "kv_head", "sigma", "sigma_raw", "sigma_rope", "frobenius", "stable_rank"]);
-            keys(head, &["bias_constant", "bound_naive", "bound_certain", "bound_rounded"]);
+            keys(head, &["bias_constant", "bound_naive", "bound_exact", "bound_rounded"]);
             keys(head, &["bound_rank_aware", "bound_spectrum"]);
             assert!(head["sigma_rope"].as_f64() >= head["sigma"].as_f64());
-            assert!(head["bound_rounded"].as_f64() > head["bound_certain"].as_f64());
+            assert!(head["bound_rounded"].as_f64() > head["bound_exact"].as_f64());
         }
     }
 }
@@ -221,7 +221,7 @@ fn the_two_bounds_have_one_name_each() {
     assert_ne!(row(&inspected, 10), row(&inspected, 11));
     let profile = json(&["inspect", TINY_LLAMA, "--format", "json"]);
     let layer = &profile["layers"][5];
-    assert!(layer["bound_rounded"].as_f64() > layer["bound_certain"].as_f64());
+    assert!(layer["bound_rounded"].as_f64() > layer["bound_exact"].as_f64());
     assert_eq!(
         layer["bound_rounded"],
         json(&["calibrate", TINY_LLAMA, "--format", "json"])["layers"][5]["logit_bound"]
@@ -399,7 +399,7 @@ fn what_needs_a_gpu_says_so() {
 #[test]
 fn usage_errors_exit_2() {
     let cases: &[(&[&str], &str)] = &[
-        (&["calibrate", "mistral-7b", "--bound", "certain", "--estimator", "power"], "cannot certify"),
+        (&["calibrate", "mistral-7b", "--bound", "worst-case", "--estimator", "power"], "cannot certify"),
         (&["calibrate", "mistral-7b", "--bound", "spectrum", "--estimator", "power"], "Frobenius"),
         (&["calibrate", "mistral-7b", "--delta", "0"], "delta 0 must be greater than 0 and less than 1"),
         (&["calibrate", "mistral-7b", "--delta", "nan"], "delta"),
@@ -407,7 +407,7 @@ fn usage_errors_exit_2() {
         (&["calibrate", "mistral-7b", "--seq-len", "0"], "expected an integer of at least 1"),
         (&["calibrate", "mistral-7b", "--c", "0.1"], "--c needs --as-paper"),
         (&["calibrate", "mistral-7b", "--bound", "tight"], "possible values"),
-        (&["calibrate", "mistral-7b", "--as-paper", "--bound", "certain"], "remove --bound"),
+        (&["calibrate", "mistral-7b", "--as-paper", "--bound", "worst-case"], "remove --bound"),
         (&["calibrate", "mistral-7b", "--as-paper", "--granularity", "head"], "one scale per layer"),
         (&["inspect", TINY_LLAMA, "--html", "x.out", "-o", "tests/../x.out"], "name the same file"),
         (&["inspect", "mistral-7b"], "needs weights"),
@@ -491,7 +491,7 @@ fn normalised_q_and_k_have_bounds_but_no_sigma() {
     assert!(layer["sigma"].is_null() && layer["sigma_sum"].is_null());
     assert!(layer["heads"][0]["bound_rank_aware"].is_null() && layer["v_descale"].is_array());
     // tau r gq gk = 64 / 8 * 1.5^2.
-    assert!((layer["heads"][0]["bound_certain"].as_f64().unwrap() - 18.0).abs() < 1e-9);
+    assert!((layer["heads"][0]["bound_exact"].as_f64().unwrap() - 18.0).abs() < 1e-9);
     let page = folder.join("page.html");
     let inspection = sigmascale(&["inspect", text(&folder), "--html", text(&page)]);
     assert!(String::from_utf8(inspection.stdout).unwrap().contains("do not bound the logits"));

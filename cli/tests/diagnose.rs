@@ -5,7 +5,7 @@ mod run;
 use run::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
 use serde_json::Value;
 use sigmascale_lab::diagnose::Diagnosis;
-use sigmascale_lab::history::{FORMAT, LayerInfo, LayerRecord, Operands, Record, RunInfo, StepRecord, Writer};
+use sigmascale_lab::history::{FORMAT, LayerInfo, LayerRecord, OperandFormat, Record, RunInfo, StepRecord, Writer};
 use std::path::{Path, PathBuf};
 
 /// A record in which the logits of layer 5, head 1 pass 1000 at step 500 and the loss rises at step 700; or a calm one.
@@ -52,7 +52,7 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
 fn a_run_in_f16_named_by_its_settings() {
     let folder = tempfile::tempdir().unwrap();
     let (file, page) = (folder.path().join("run.jsonl"), folder.path().join("run.html"));
-    let operands = Some(Operands::F16);
+    let operands = Some(OperandFormat::F16);
     let layer = LayerInfo { layer: 5, heads: 1, kv_heads: 1, head_dim: 8, width: Some(16), operands };
     let name = Some(r#"{"remedy":"none","seed":3}"#.to_owned());
     let run = RunInfo { format: FORMAT, source: "lab".into(), name, layers: vec![layer], ..RunInfo::default() };

@@ -134,7 +134,7 @@ fn other_content_under_the_name_of_weights() {
 fn numbers_past_a_range_name_the_argument_or_the_operand() {
     for (options, part) in [
         (&["--as-paper", "--c", "1e308"][..], "c 1e308 must be at most"),
-        (&["--eta", "1e-320"], "eta 1e-320 must be at least"),
+        (&["--eta", "1e-320"], "eta 1e-320 must lie between 1e-6 and 1"),
     ] {
         let (code, log) = failure(&[&["calibrate", TINY_LLAMA][..], options].concat());
         assert!(code == 2 && log.contains(part), "{options:?}: {code} {log}");
@@ -143,8 +143,8 @@ fn numbers_past_a_range_name_the_argument_or_the_operand() {
 
 #[test]
 fn a_missing_path_names_the_option() {
-    let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--path", "a,b"]);
-    assert!(code == 1 && log.contains("error: a: ") && log.contains("--path lists"), "{code} {log}");
+    let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "a,b"]);
+    assert!(code == 1 && log.contains("error: a: ") && log.contains("--checkpoints lists"), "{code} {log}");
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (stress(&["--delayed-te-margin", "-40"]), "delayed-te: margin -40 must lie between -32 and 32"),
         (model(&["--seq-len", "-1"]), whole),
         (model(&["--batch", "1.5"]), whole),
-        (model(&["--eta", "-0.5"]), "eta -0.5 must be greater than 0"),
+        (model(&["--eta", "-0.5"]), "eta -0.5 must lie between 1e-6 and 1"),
         (model(&["--delta", "inf"]), "expected a finite number"),
         (model(&["--as-paper", "--c", "-0.1"]), "c -0.1 must be finite and greater than zero"),
         (bench(&["--seqlens", "-5"]), whole),
@@ -223,8 +223,8 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (&["calibrate", "/no/such/model"][..], "/no/such/model"),
         (&["calibrate", &broken], "config.json"),
         (&["inspect", &broken], "config.json"),
-        (&["stress", "refit", "--model", TINY_LLAMA, "--path", "/no/such/model"], "/no/such/model"),
-        (&["stress", "refit", "--model", TINY_LLAMA, "--path", &broken], "config.json"),
+        (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "/no/such/model"], "/no/such/model"),
+        (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", &broken], "config.json"),
         (&["stress", "replay", "--trace", "/no/such/trace"], "/no/such/trace"),
         (&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/no/such/text"], "/no/such/text"),
         (&["families", "-o", "/no/such/folder/x"], "its folder does not exist"),

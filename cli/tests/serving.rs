@@ -845,7 +845,7 @@ mod audits {
             std::fs::copy(Path::new(TINY_LLAMA).join(INDEX), folder.join(INDEX)).unwrap();
         });
         let faults = faults(&said);
-        assert!(code == 1 && faults.len() == 18 && faults.iter().all(|fault| fault.2 == "not_loaded"), "{faults:?}");
+        assert!(code == 1 && faults.len() == 18 && faults.iter().all(|fault| fault.2 == "not-loaded"), "{faults:?}");
         assert!(said["layers"][0]["k"][0]["why"].as_str().unwrap().contains("the index does not name"));
         // The index names it, and it is not there: no engine starts.
         let (_parent, folder, _) = exported("vllm", &[]);
@@ -886,14 +886,14 @@ mod audits {
             |config| config["quantization_config"]["kv_cache_scheme"]["num_bits"] = json!(4),
         ] {
             let (code, said) = break_config(edit);
-            assert!(code == 1 && faults(&said).iter().all(|fault| fault.2 == "not_loaded"));
+            assert!(code == 1 && faults(&said).iter().all(|fault| fault.2 == "not-loaded"));
             assert!(said["notes"].to_string().contains("No scale is loaded"), "{said}");
         }
         // One entry where there should be one a head: copied to the heads of k and v, and refused for q.
         let (code, said) =
             break_config(|config| config["quantization_config"]["kv_cache_scheme"]["strategy"] = json!("attn_head"));
         let found = faults(&said);
-        assert!(code == 1 && found.len() == 6 && found.iter().all(|(_, o, verdict)| *o == "q" && verdict == "not_loaded"));
+        assert!(code == 1 && found.len() == 6 && found.iter().all(|(_, o, verdict)| *o == "q" && verdict == "not-loaded"));
         // A name that the engine does not map.
         let (code, said) = audited("sglang", |folder| {
             change(folder, |scales| {
@@ -906,7 +906,7 @@ mod audits {
             map.insert("model.layers.0.self_attn.attn.k_scale".to_owned(), file);
             write(&folder.join(INDEX), &index);
         });
-        assert_eq!((code, faults(&said)), (1, vec![(0, "k", "not_loaded".to_owned())]));
+        assert_eq!((code, faults(&said)), (1, vec![(0, "k", "not-loaded".to_owned())]));
     }
 
     /// vLLM holds the scales of FP8 and ModelOpt checkpoints in the model's type.

@@ -30,8 +30,8 @@ fn has_the_promised_keys(run: &Value) {
     keys(run, &["scenario", "mode", "model", "model_layers", "seed", "policies", "trace"]);
     for policy in run["policies"].as_array().unwrap() {
         keys(policy, &["policy", "layers", "overflow_layers", "overflow_steps", "first_bad_step", "overflow_values"]);
-        keys(policy, &["max_scaled", "utilisation", "sqnr_db", "softmax_kl"]);
-        keys(&policy["utilisation"], &["p10", "median", "p90"]);
+        keys(policy, &["max_scaled", "utilization", "sqnr_db", "softmax_kl"]);
+        keys(&policy["utilization"], &["p10", "median", "p90"]);
     }
     for row in run["trace"].as_array().unwrap() {
         keys(row, &["step", "policy", "layer", "max_logit", "descale", "max_scaled", "overflow"]);
@@ -40,7 +40,18 @@ fn has_the_promised_keys(run: &Value) {
 
 #[test]
 fn a_checkpoint_load_overflows_the_papers_delayed_on_every_layer_and_geometry_on_none() {
-    let run = json(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "96", "--format", "json"]);
+    let run = json(&[
+        "stress",
+        "checkpoint-load",
+        "--mode",
+        "logit",
+        "--model",
+        TINY_LLAMA,
+        "--seq-len",
+        "96",
+        "--format",
+        "json",
+    ]);
     has_the_promised_keys(&run);
     assert_eq!((&run["scenario"], &run["mode"], &run["seed"]), (&"checkpoint-load".into(), &"logit".into(), &0.into()));
     assert_eq!((&run["model"], &run["model_layers"]), (&"tiny-llama".into(), &6.into()));
@@ -62,6 +73,8 @@ fn a_spike_overflows_delayed_for_one_step_and_moves_geometry_with_it() {
     let run = json(&[
         "stress",
         "weight-spike",
+        "--mode",
+        "logit",
         "--model",
         TINY_LLAMA,
         "--layers",
@@ -101,8 +114,18 @@ fn a_spike_overflows_delayed_for_one_step_and_moves_geometry_with_it() {
 fn text_makes_the_logits_that_were_observed_on_text() {
     let observed: Value =
         serde_json::from_slice(&std::fs::read(Path::new(TINY_LLAMA).join("observed.json")).unwrap()).unwrap();
-    let args =
-        ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--policies", "geometry,delayed", "--format", "json"];
+    let args = [
+        "stress",
+        "checkpoint-load",
+        "--mode",
+        "logit",
+        "--model",
+        TINY_LLAMA,
+        "--policies",
+        "geometry,delayed",
+        "--format",
+        "json",
+    ];
     let run = json(&[&args[..], &["--tokens", SAMPLE]].concat());
     let isotropic = json(&args);
     assert_eq!(run["tokens"]["file"], "sample.py");
@@ -189,7 +212,20 @@ fn steps_take_the_sequences_of_the_text_in_turn() {
     let folder = tempfile::tempdir().unwrap();
     let short = folder.path().join("short.txt");
     std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..50]).unwrap();
-    let args = ["stress", "weight-spike", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "20", "--steps", "4"];
+    let args = [
+        "stress",
+        "weight-spike",
+        "--mode",
+        "logit",
+        "--model",
+        TINY_LLAMA,
+        "--layers",
+        "2",
+        "--seq-len",
+        "20",
+        "--steps",
+        "4",
+    ];
     let run = json(&[&args[..], &["--format", "json", "--policies", "geometry", "--tokens", text(&short)]].concat());
     assert_eq!((&run["tokens"]["tokens"], &run["tokens"]["sequences"]), (&50.into(), &2.into()));
     assert!(run["notes"].to_string().contains("ends before step 10"), "{}", run["notes"]);
@@ -210,9 +246,23 @@ fn refit_goes_along_recorded_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let short = folder.path().join("short.txt");
     std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..40]).unwrap();
-    let args = ["stress", "refit", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "32", "--format", "json"];
+    let args = [
+        "stress",
+        "refit",
+        "--mode",
+        "logit",
+        "--model",
+        TINY_LLAMA,
+        "--layers",
+        "2",
+        "--seq-len",
+        "32",
+        "--format",
+        "json",
+    ];
     let path = format!("{},{},{TINY_LLAMA}", text(&gain), text(&out));
-    let run = json(&[&args[..], &["--path", &path, "--tokens", text(&short), "--policies", "geometry"]].concat());
+    let run =
+        json(&[&args[..], &["--checkpoints", &path, "--tokens", text(&short), "--policies", "geometry"]].concat());
     assert_eq!(run["steps"], 4);
     let at = |step, layer, key: &str| row(&run, "geometry", step, layer)[key].as_f64().unwrap();
     for key in ["max_logit", "q_descale"] {
@@ -228,7 +278,7 @@ fn refit_goes_along_recorded_checkpoints() {
     let other = gain.join("config.json");
     let config = std::fs::read_to_string(&other).unwrap().replace("10000.0", "500000.0");
     std::fs::write(&other, config).unwrap();
-    let (code, log) = failure(&[&args[..], &["--path", text(&gain)]].concat());
+    let (code, log) = failure(&[&args[..], &["--checkpoints", text(&gain)]].concat());
     assert!(code == 1 && log.contains("differs from that of") && log.contains("rope[0]"), "{log}");
 }
 
@@ -281,6 +331,8 @@ fn all_is_a_list_of_runs() {
     let all = json(&[
         "stress",
         "all",
+        "--mode",
+        "logit",
         "--model",
         TINY_LLAMA,
         "--layers",
@@ -305,8 +357,8 @@ fn all_is_a_list_of_runs() {
 }
 
 /// A short spike whose auto-c ends its burn-in.
-const SPIKE: [&str; 9] =
-    ["stress", "weight-spike", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "24", "--steps"];
+const SPIKE: [&str; 11] =
+    ["stress", "weight-spike", "--mode", "logit", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "24", "--steps"];
 
 #[test]
 fn the_failure_probability_is_that_of_the_run() {
@@ -321,7 +373,18 @@ fn the_failure_probability_is_that_of_the_run() {
     let descale = row(&run, "geometry-c-star", 0, 0)["logit_descale"].as_f64().unwrap();
     assert!((descale / own - 1.0).abs() < 1e-6, "{descale} and {own}");
     assert!((rank_aware(&[]) / own - 1.0).abs() > 1e-2);
-    let long = json(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "32", "--format", "json"]);
+    let long = json(&[
+        "stress",
+        "checkpoint-load",
+        "--mode",
+        "logit",
+        "--model",
+        TINY_LLAMA,
+        "--seq-len",
+        "32",
+        "--format",
+        "json",
+    ]);
     assert_eq!((&long["tail"]["seq_len"], &long["tail"]["steps"]), (&32.into(), &1.into()));
     assert!(json(&["stress", "replay", "--trace", TRACE, "--format", "json"])["tail"].is_null());
 }
@@ -353,15 +416,16 @@ fn auto_c_takes_its_parameters_and_reports_its_slack() {
     let c = descale(&base, "auto-c", 8) / descale(&base, "geometry", 8);
     assert!(c * min <= 1.5 * (1.0 + 1e-6), "{c} {min}");
     assert!(of(&base, "geometry").get("slack").is_none());
-    let table = sigmascale(&[&SPIKE[..], &["9", "--policies", "auto-c", "--mode", "operands"]].concat());
+    let table = sigmascale(&[&SPIKE[..2], &SPIKE[4..], &["9", "--policies", "auto-c"]].concat());
     let table = String::from_utf8(table.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(table.contains("Slack in the burn-in") && table.contains("min / mean / max: q "), "{table}");
 }
 
 #[test]
 fn delayed_policies_take_their_parameters() {
-    let replay =
-        |options: &[&str]| json(&[&["stress", "replay", "--trace", TRACE, "--format", "json"], options].concat());
+    let replay = |options: &[&str]| {
+        json(&[&["stress", "replay", "--mode", "logit", "--trace", TRACE, "--format", "json"], options].concat())
+    };
     let base = replay(&[]);
     let descale = |run: &Value, policy, step| row(run, policy, step, 0)["logit_descale"].as_f64().unwrap();
     let half = replay(&["--delayed-paper-margin", "0.45", "--delayed-te-margin", "1"]);
@@ -384,7 +448,18 @@ fn delayed_policies_take_their_parameters() {
 
 #[test]
 fn a_report_starts_with_one_verdict_per_policy() {
-    let output = sigmascale(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "48"]);
+    let output = sigmascale(&[
+        "stress",
+        "checkpoint-load",
+        "--mode",
+        "logit",
+        "--model",
+        TINY_LLAMA,
+        "--layers",
+        "2",
+        "--seq-len",
+        "48",
+    ]);
     let text = String::from_utf8(output.stdout).unwrap();
     let lines: Vec<&str> = text.lines().skip(2).take(6).map(str::trim_start).collect();
     for (line, policy) in lines.iter().zip(ALL) {
@@ -392,7 +467,7 @@ fn a_report_starts_with_one_verdict_per_policy() {
         let want = if policy == "delayed-paper" { "OVERFLOW on 2 of 2 layers; up to " } else { "no overflow; " };
         assert!(verdict.starts_with(want), "{line}");
     }
-    let output = sigmascale(&["stress", "replay", "--trace", TRACE]);
+    let output = sigmascale(&["stress", "replay", "--mode", "logit", "--trace", TRACE]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("  auto-c           not run: it needs weights"), "{text}");
 }
@@ -408,7 +483,7 @@ fn the_table_says_what_the_numbers_mean() {
         // Line ends are no part of a sentence.
         text.split_whitespace().collect::<Vec<_>>().join(" ")
     };
-    let logit = table(&[]);
+    let logit = table(&["--mode", "logit"]);
     for policy in ALL {
         assert!(logit.contains(policy), "{policy}");
     }
@@ -424,7 +499,7 @@ fn the_table_says_what_the_numbers_mean() {
     ] {
         assert!(logit.contains(part), "{part:?} is missing from {logit}");
     }
-    let operands = table(&["--mode", "operands", "--policies", "geometry,delayed"]);
+    let operands = table(&["--policies", "geometry,delayed"]);
     assert!(operands.contains("as fused FP8 kernels do") && !operands.contains("independent and uniform"));
 }
 
@@ -435,6 +510,8 @@ fn the_page_needs_nothing_else() {
     let output = sigmascale(&[
         "stress",
         "all",
+        "--mode",
+        "logit",
         "--model",
         TINY_LLAMA,
         "--layers",
@@ -486,7 +563,7 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq_len 65"),
         (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
         (&["lr-spike", "--model", "tiny-llama-train", "--tokens", TRACE], 2, "its own text"),
-        (&["all", "--model", "tiny-llama-train", "--path", TINY_LLAMA], 2, "its own text"),
+        (&["all", "--model", "tiny-llama-train", "--checkpoints", TINY_LLAMA], 2, "its own text"),
         (&["refit", "--model", "tiny-llama-train"], 2, "it needs weights"),
         (&["replay", "--trace", TRACE, "--policies", ""], 2, "no policy is named: the policies are geometry"),
         (&["replay", "--trace", TRACE, "--delayed-te-history", "0"], 2, "at least 1"),
@@ -521,10 +598,14 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "1025"], 2, "exceed the 1024"),
         (&["weight-spike", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--steps", "99999"], 2, "take fewer of either"),
         (&["replay", "--trace", TRACE, "--tokens", SAMPLE], 2, "remove --tokens"),
-        (&["weight-spike", "--model", TINY_LLAMA, "--path", TINY_LLAMA], 2, "remove --path, which is for refit"),
-        (&["refit", "--model", "gpt2-xl", "--path", TINY_LLAMA], 2, "gpt2-xl has no weights"),
         (
-            &["refit", "--model", TINY_LLAMA, "--path", TINY_LLAMA, "--steps", "3"],
+            &["weight-spike", "--model", TINY_LLAMA, "--checkpoints", TINY_LLAMA],
+            2,
+            "remove --checkpoints, which is for refit",
+        ),
+        (&["refit", "--model", "gpt2-xl", "--checkpoints", TINY_LLAMA], 2, "gpt2-xl has no weights"),
+        (
+            &["refit", "--model", TINY_LLAMA, "--checkpoints", TINY_LLAMA, "--steps", "3"],
             2,
             "steps 3 must lie between 1 and 2",
         ),

@@ -89,7 +89,7 @@ fn progress_says_step_total_and_time_left() {
     assert_eq!(code, 0, "{seen}");
     assert!(seen.contains("weight-spike: layer 2/2, step 3/3, ") && seen.contains(" left"), "{seen}");
     // The bar is gone before the result comes.
-    let result = seen.find("weight-spike, mode logit").unwrap();
+    let result = seen.find("weight-spike, mode operands").unwrap();
     assert!(!seen[result..].contains(" left") && seen[..result].contains("layer 1/2"), "{seen}");
 }
 

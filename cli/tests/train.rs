@@ -1,9 +1,10 @@
 //! Training scenarios: promises that hold for every seed, and the command.
 
 use sigmascale::bound::Tail;
+use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind};
 use sigmascale_lab::stress::{Mode, Scenario};
-use sigmascale_lab::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, Trainer, run, run_with_progress};
+use sigmascale_lab::train::{Arm, LabOptions, ModelKind, TrainOptions, Trainer, run, run_with_progress};
 use std::process::Command;
 use std::sync::Mutex;
 
@@ -38,14 +39,14 @@ fn lr_spike_runs_every_policy_and_geometry_never_overflows() {
             assert!(run.held_out_loss.is_finite(), "{run:?}");
             if matches!(run.policy, None | Some(PolicyKind::Geometry | PolicyKind::Current)) {
                 assert_eq!((run.overflow_values, run.skipped, run.rollbacks), (0, 0, 0), "{run:?}");
-                assert_eq!(run.same_as_saturating, run.casts == Casts::Nan);
+                assert_eq!(run.same_as_saturating, run.casts == OnOverflow::NonFinite);
             }
         }
         let delayed = training.runs.iter().filter(|run| run.policy == Some(PolicyKind::DelayedPaper));
         for run in delayed {
             // Operands of a fresh model pass a history of ones.
             assert!(mode == Mode::Logit || run.overflow_steps > 0, "{run:?}");
-            assert!(run.skipped == 0 || run.casts == Casts::Nan);
+            assert!(run.skipped == 0 || run.casts == OnOverflow::NonFinite);
         }
         assert_eq!(training.peaks.len(), 5);
         for peak in &training.peaks {
@@ -62,7 +63,7 @@ fn resume_with_state_changes_nothing_and_without_it_something() {
         policies: [PolicyKind::Geometry, PolicyKind::DelayedTe, PolicyKind::DelayedPaper]
             .map(PolicyConfig::from)
             .to_vec(),
-        casts: vec![Casts::Saturating],
+        casts: vec![OnOverflow::Saturate],
         ..short(ModelKind::Llama, Mode::Operands)
     };
     let result = run(Scenario::Resume, &options).unwrap();

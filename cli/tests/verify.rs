@@ -395,10 +395,10 @@ fn one_scale_a_head_is_judged_head_by_head() {
     assert_eq!(said["layers"][1]["k"][0]["verdict"], "overflow");
     // SGLang does not read them.
     let (code, said) = audited(folder.path(), "sglang");
-    assert_eq!((code, verdicts(&said, "k")[0].as_str()), (1, "not_loaded"));
+    assert_eq!((code, verdicts(&said, "k")[0].as_str()), (1, "not-loaded"));
     // A scale of each head where the config says one for all.
     let folder = Form { config: plain.config.clone(), ..form }.write(&mut |_, o| Some(vec![1.5; entries(o)]));
-    assert_eq!(verdicts(&audited(folder.path(), "vllm").1, "k"), vec!["not_loaded"; 4]);
+    assert_eq!(verdicts(&audited(folder.path(), "vllm").1, "k"), vec!["not-loaded"; 4]);
 }
 
 #[test]
@@ -414,19 +414,19 @@ fn missing_config_keys_keep_scales_out() {
     let bare = Form { config: Some(compressed(None)), ..form(0) };
     assert_eq!(audits(&bare, "vllm").0, 0);
     let (code, verdict, notes) = audits(&bare, "sglang");
-    assert!(code == 1 && verdict == "not_loaded" && notes.contains("kv_cache_scheme"), "{verdict} {notes}");
+    assert!(code == 1 && verdict == "not-loaded" && notes.contains("kv_cache_scheme"), "{verdict} {notes}");
     let modelopt = |settings: Value| Form { config: Some(settings), ..form(2) };
     let without = modelopt(json!({"quant_method": "modelopt", "quant_algo": "FP8"}));
     assert_eq!(audits(&without, "vllm").0, 0);
     let (code, verdict, notes) = audits(&without, "sglang");
-    assert!(code == 1 && verdict == "not_loaded" && notes.contains("kv_cache_quant_algo"), "{verdict} {notes}");
+    assert!(code == 1 && verdict == "not-loaded" && notes.contains("kv_cache_quant_algo"), "{verdict} {notes}");
     let named = modelopt(json!({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}));
     assert_eq!(audits(&named, "sglang").0, 0);
     // Nothing says that the weights are quantized.
     let nothing = Form { config: None, weights: None, ..form(0) };
     for engine in ["vllm", "sglang"] {
         let (code, verdict, notes) = audits(&nothing, engine);
-        assert!(code == 1 && verdict == "not_loaded" && notes.contains("quantization_config"), "{verdict} {notes}");
+        assert!(code == 1 && verdict == "not-loaded" && notes.contains("quantization_config"), "{verdict} {notes}");
     }
 }
 
@@ -556,14 +556,14 @@ fn per_head_scales_need_config_groups() {
         let (_, said) = audited(folder.path(), "vllm");
         (verdicts(&said, "k"), said["notes"].to_string())
     };
-    assert!(audit(&config).0.iter().all(|verdict| verdict != "not_loaded"));
+    assert!(audit(&config).0.iter().all(|verdict| verdict != "not-loaded"));
     for without in [None, Some(Value::Null)] {
         match without {
             Some(null) => config["config_groups"] = null,
             None => drop(config.as_object_mut().unwrap().remove("config_groups")),
         }
         let (found, notes) = audit(&config);
-        assert!(found == ["not_loaded"; 4] && notes.contains("config_groups"), "{found:?} {notes}");
+        assert!(found == ["not-loaded"; 4] && notes.contains("config_groups"), "{found:?} {notes}");
     }
 }
 
@@ -596,7 +596,7 @@ fn the_json_has_its_keys_and_types() {
     assert_eq!((output.status.code(), keys(&said).as_str()), (Some(1), "engine layers model notes others outcome safe serving unjudged version"));
     let engines: Vec<&Value> = said["others"].as_array().unwrap().iter().map(|audit| &audit["engine"]).collect();
     assert_eq!(engines, ["sglang", "trtllm", "mistralrs"]);
-    let words = ["safe", "overflow", "mismatch", "invalid", "missing", "not_loaded", "unknown"];
+    let words = ["safe", "overflow", "mismatch", "invalid", "missing", "not-loaded", "unknown"];
     for audit in [&said].into_iter().chain(said["others"].as_array().unwrap()) {
         assert!(audit["safe"].is_boolean() && audit["model"].is_string());
         assert!(audit["notes"].as_array().unwrap().iter().all(Value::is_string));

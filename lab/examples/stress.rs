@@ -43,7 +43,7 @@ fn main() -> Result<()> {
             p.overflow_values,
             p.max_scaled,
             p.overshoot.map_or("-".into(), |q| format!("{:.2}", q.median)),
-            p.utilisation.median,
+            p.utilization.median,
             p.sqnr_db.unwrap_or(f64::NAN),
             p.softmax_kl.unwrap_or(f64::NAN),
         );

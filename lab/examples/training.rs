@@ -6,19 +6,18 @@
 //! which the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
 use rayon::prelude::*;
-use sigmascale::policy::{PolicyConfig, PolicyKind, Tensor};
+use sigmascale::fp8::OnOverflow;
+use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Mode, Scenario};
-use sigmascale_lab::train::{
-    Arm, Casts, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, run,
-};
+use sigmascale_lab::train::{Arm, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, run};
 use std::time::Instant;
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let what = args.first().map_or("seeds", String::as_str);
     let name = args.get(1).map_or("tiny-llama-train", String::as_str);
-    let model = ModelKind::of(name).ok_or_else(|| Error::argument(format_args!("no training model {name}")))?;
+    let model: ModelKind = name.parse()?;
     let seeds: u64 = args.get(2).map_or(Ok(5), |count| count.parse()).unwrap_or(0);
     if !(1..=1000).contains(&seeds) {
         return Err(Error::argument("SEEDS must lie between 1 and 1000"));
@@ -60,7 +59,7 @@ fn beside(losses: &[f64], control: &[f64]) -> String {
 }
 
 /// Runs of one policy, casts and arm, one a seed.
-fn of(results: &[TrainResult], policy: Option<PolicyKind>, casts: Casts, arm: Arm) -> Vec<&TrainRun> {
+fn of(results: &[TrainResult], policy: Option<PolicyKind>, casts: OnOverflow, arm: Arm) -> Vec<&TrainRun> {
     let fits = |run: &&TrainRun| run.policy == policy && run.casts == casts && run.arm == arm;
     results.iter().filter_map(|result| result.training.runs.iter().find(fits)).collect()
 }
@@ -112,7 +111,7 @@ fn peaks(model: ModelKind, seeds: u64) -> Result<()> {
             let policies = vec![PolicyKind::Geometry.into()];
             results.push(run(Scenario::LrSpike, &LabOptions { train, mode, policies, ..base })?);
         }
-        for tensor in Tensor::ALL {
+        for tensor in ScaledTensor::ALL {
             let of = |result: &TrainResult| result.training.peaks.iter().find(|peak| peak.tensor == tensor).copied();
             let all: Vec<_> = results.iter().filter_map(of).collect();
             println!(
@@ -143,11 +142,11 @@ fn table(scenario: Scenario, mode: Mode, results: &[TrainResult]) {
         );
         println!("|---|---|---|---|---|---|---|---|---|---|");
         let losses = |runs: &[&TrainRun]| runs.iter().map(|run| run.held_out_loss).collect::<Vec<_>>();
-        let control = losses(&of(results, None, Casts::Saturating, arm));
+        let control = losses(&of(results, None, OnOverflow::Saturate, arm));
         for policy in std::iter::once(None).chain(PolicyKind::ALL.map(Some)) {
-            for casts in Casts::ALL {
+            for casts in OnOverflow::ALL {
                 let runs = of(results, policy, casts, arm);
-                if policy.is_none() && casts == Casts::Nan || runs.is_empty() {
+                if policy.is_none() && casts == OnOverflow::NonFinite || runs.is_empty() {
                     continue;
                 }
                 let all = |value: &dyn Fn(&TrainRun) -> f64, digits| spread(runs.iter().map(|run| value(run)), digits);
@@ -237,15 +236,15 @@ fn regimes(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
             continue;
         }
         for mode in [Mode::Logit, Mode::Operands] {
-            let control = one_regime(model, &regime, mode, Casts::Saturating, None, seeds)?;
+            let control = one_regime(model, &regime, mode, OnOverflow::Saturate, None, seeds)?;
             row(&regime, mode, "-", None, &control, &control);
             for policy in SEARCHED {
-                let ends = one_regime(model, &regime, mode, Casts::Saturating, Some(policy), seeds)?;
-                row(&regime, mode, Casts::Saturating.name(), Some(policy), &ends, &control);
+                let ends = one_regime(model, &regime, mode, OnOverflow::Saturate, Some(policy), seeds)?;
+                row(&regime, mode, OnOverflow::Saturate.name(), Some(policy), &ends, &control);
                 // Without an overflow the bits are the same.
                 if ends.iter().any(|end| end.over > 0.0) {
-                    let ends = one_regime(model, &regime, mode, Casts::Nan, Some(policy), seeds)?;
-                    row(&regime, mode, Casts::Nan.name(), Some(policy), &ends, &control);
+                    let ends = one_regime(model, &regime, mode, OnOverflow::NonFinite, Some(policy), seeds)?;
+                    row(&regime, mode, OnOverflow::NonFinite.name(), Some(policy), &ends, &control);
                 }
             }
             eprintln!("{} {}", regime.name, mode_name(mode));
@@ -284,7 +283,7 @@ fn one_regime(
     model: ModelKind,
     regime: &Regime,
     mode: Mode,
-    casts: Casts,
+    casts: OnOverflow,
     policy: Option<PolicyKind>,
     seeds: u64,
 ) -> Result<Vec<End>> {
@@ -323,7 +322,7 @@ fn one_regime(
 
 /// The scaling state of a run whose weights were blown up by a rate of 512 times the usual.
 fn wild(options: &TrainOptions) -> Result<Option<sigmascale::runtime::RuntimeState>> {
-    let mut trainer = Trainer::new(TrainOptions { casts: Casts::Saturating, ..*options })?;
+    let mut trainer = Trainer::new(TrainOptions { casts: OnOverflow::Saturate, ..*options })?;
     for _ in 0..20 {
         trainer.step(512.0)?;
     }

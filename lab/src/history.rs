@@ -77,13 +77,13 @@ pub struct LayerInfo {
     pub width: Option<usize>,
     /// Format of Q and K in Q K^T; FP8 or BF16 where it is not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub operands: Option<Operands>,
+    pub operands: Option<OperandFormat>,
 }
 
 /// Format of Q and K in Q K^T.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Operands {
+pub enum OperandFormat {
     /// E4M3 or E5M2.
     Fp8,
     /// 8 significant bits.
@@ -94,7 +94,7 @@ pub enum Operands {
     F32,
 }
 
-impl Operands {
+impl OperandFormat {
     /// How much finer than BF16 logits of one size are resolved. FP8 counts as BF16: see `docs/diagnose.md`.
     pub fn resolution(self) -> f64 {
         match self {

@@ -22,7 +22,7 @@ const INNER: usize = 40;
 const LAYERS: usize = 3;
 const IDS: [u32; TOKENS] = [3, 250, 17, 17, 0, 99, 128, 255, 64, 3, 3];
 
-/// A token a row.
+/// A token per row.
 type Rows = DMatrix<f64>;
 
 struct Plain<'t> {

@@ -25,8 +25,8 @@ AlarmKind = Literal[
 ]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
 ExportEngineName = Literal["vllm", "sglang", "mistralrs"]
-Verdict = Literal["safe", "overflow", "mismatch", "invalid", "missing", "not_loaded", "unknown"]
-Outcome = Literal["safe", "unknown", "not_proven", "not_safe"]
+Verdict = Literal["safe", "overflow", "mismatch", "invalid", "missing", "not-loaded", "unknown"]
+Outcome = Literal["safe", "unknown", "not-proven", "not-safe"]
 
 
 class Biases(TypedDict):

@@ -19,13 +19,6 @@ fn text(value: &impl serde::Serialize) -> Result<String> {
         .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))
 }
 
-fn engine(word: &str) -> Result<Engine> {
-    Engine::named(word).ok_or_else(|| {
-        let known = Engine::ALL.map(Engine::name).join(", ");
-        Error::argument(format_args!("engine {word:?} is not one of {known}"))
-    })
-}
-
 fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
     match ModelSource::open(model)? {
         ModelSource::Checkpoint(checkpoint) => Ok(checkpoint),
@@ -53,7 +46,7 @@ pub fn export(
     skip: Vec<String>,
 ) -> PyResult<String> {
     detached(py, move |stop| {
-        let options = ExportOptions { engine: engine(&name)?, per_head, copy, serving: options(context, &skip)? };
+        let options = ExportOptions { engine: name.parse()?, per_head, copy, serving: options(context, &skip)? };
         text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
     })
 }
@@ -68,7 +61,7 @@ pub fn verify(
     skip: Vec<String>,
 ) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
-        let first = name.as_deref().map(engine).transpose()?;
+        let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
         let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
         let mut engines = vec![first.unwrap_or_else(own)];
         if first.is_none() {

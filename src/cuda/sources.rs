@@ -32,7 +32,7 @@ sources! {
     /// Operand descales from channel statistics.
     DESCALES = "scale/operand_descales";
     /// The same of latent attention.
-    LATENT_DESCALES = "scale/latent_descales";
+    MLA_DESCALES = "scale/mla_descales";
     /// Grams of any head, without tensor cores.
     GRAMS_GENERIC = "scale/grams_generic";
     /// Grams on Hopper's tensor cores, the weights rounded once.
@@ -95,11 +95,13 @@ headers! {
     "attention/epilogue.cuh",
     "attention/epilogue_split.cuh",
     "attention/epilogue_whole.cuh",
+    "attention/logits_e4m3.cuh",
     "attention/mainloop_double.cuh",
     "attention/mainloop_rolled.cuh",
     "attention/mainloop_single.cuh",
     "attention/mainloop_sliced.cuh",
     "attention/mask.cuh",
+    "attention/mask_logits.cuh",
     "attention/pages.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",

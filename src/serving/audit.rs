@@ -2,44 +2,26 @@
 
 use super::engine::{Engine, Operand, quoted};
 use super::options::Serving;
+use crate::named;
 use serde::Serialize;
 
-/// What is said of a scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Verdict {
-    /// No value can overflow under it.
-    Safe,
-    /// A normalized input can overflow it.
-    Overflow,
-    /// A cache is written with one scale and read with another.
-    Mismatch,
-    /// NaN, infinite, 0 or negative: no scale. Engines cast with it, use 1.0 in its place, or do not start.
-    Invalid,
-    /// Other layers have one, this has none: the engine uses 1.0. Or none has one, and 1.0 does not cover the bound.
-    Missing,
-    /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
-    NotLoaded,
-    /// Not known: what the engine loads, or how large the operand gets.
-    Unknown,
-}
-
-impl Verdict {
-    /// All of them, the worst first.
-    pub const ALL: [Self; 7] =
-        [Self::Invalid, Self::Mismatch, Self::Overflow, Self::NotLoaded, Self::Missing, Self::Unknown, Self::Safe];
-
-    /// The word in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Safe => "safe",
-            Self::Overflow => "overflow",
-            Self::Mismatch => "mismatch",
-            Self::Invalid => "invalid",
-            Self::Missing => "missing",
-            Self::NotLoaded => "not_loaded",
-            Self::Unknown => "unknown",
-        }
+named! {
+    /// What is said of a scale.
+    pub enum ScaleVerdict is "verdict" {
+        /// NaN, infinite, 0 or negative: no scale. Engines cast with it, use 1.0 in its place, or do not start.
+        Invalid = "invalid",
+        /// A cache is written with one scale and read with another.
+        Mismatch = "mismatch",
+        /// A normalized input can overflow it.
+        Overflow = "overflow",
+        /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
+        NotLoaded = "not-loaded",
+        /// Other layers have one, this has none: the engine uses 1.0. Or none has one, and 1.0 does not cover the bound.
+        Missing = "missing",
+        /// Not known: what the engine loads, or how large the operand gets.
+        Unknown = "unknown",
+        /// No value can overflow under it.
+        Safe = "safe",
     }
 }
 
@@ -51,7 +33,7 @@ pub struct AuditEntry {
     /// The worst-case bound over 448; null without one.
     pub needed: Option<f32>,
     /// What is said of it.
-    pub verdict: Verdict,
+    pub verdict: ScaleVerdict,
     /// How many times too large a value can get, or is read; null where it fits or that is not known.
     pub factor: Option<f32>,
     /// What is stored, before the engine's rounding and reductions; null where it casts at 1.0.
@@ -61,7 +43,7 @@ pub struct AuditEntry {
 }
 
 impl AuditEntry {
-    pub(super) fn new(scale: f32, needed: Option<f32>, verdict: Verdict, stored: Option<f32>, why: String) -> Self {
+    pub(super) fn new(scale: f32, needed: Option<f32>, verdict: ScaleVerdict, stored: Option<f32>, why: String) -> Self {
         let factor = needed.map(|needed| needed / scale).filter(|factor| factor.is_finite() && *factor > 1.0);
         Self { scale, needed, verdict, factor, stored, why }
     }
@@ -114,18 +96,18 @@ pub struct Unjudged {
     pub why: String,
 }
 
-/// What follows for the whole checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Outcome {
-    /// Nothing can overflow, and everything was judged.
-    Safe,
-    /// No scale is wrong, and not everything was judged.
-    Unknown,
-    /// Nothing is stored that is wrong; operands that are cast at 1.0 have bounds above it, which no text may reach.
-    NotProven,
-    /// A scale is wrong.
-    NotSafe,
+named! {
+    /// What follows for the whole checkpoint.
+    pub enum Outcome is "outcome" {
+        /// Nothing can overflow, and everything was judged.
+        Safe = "safe",
+        /// No scale is wrong, and not everything was judged.
+        Unknown = "unknown",
+        /// Nothing is stored that is wrong; operands that are cast at 1.0 have bounds above it, which no text may reach.
+        NotProven = "not-proven",
+        /// A scale is wrong.
+        NotSafe = "not-safe",
+    }
 }
 
 impl Outcome {
@@ -133,9 +115,9 @@ impl Outcome {
         let mut worst = if unjudged.is_empty() { Self::Safe } else { Self::Unknown };
         for (_, entry) in layers.iter().flat_map(LayerAudit::entries) {
             let own = match entry.verdict {
-                Verdict::Safe => Self::Safe,
-                Verdict::Unknown => Self::Unknown,
-                Verdict::Overflow | Verdict::Missing if entry.stored.is_none() && entry.scale == 1.0 => Self::NotProven,
+                ScaleVerdict::Safe => Self::Safe,
+                ScaleVerdict::Unknown => Self::Unknown,
+                ScaleVerdict::Overflow | ScaleVerdict::Missing if entry.stored.is_none() && entry.scale == 1.0 => Self::NotProven,
                 _ => Self::NotSafe,
             };
             if own as u8 > worst as u8 {
@@ -145,7 +127,7 @@ impl Outcome {
         // One layer without a scale among others that have one is a fault of the checkpoint.
         let stored = layers.iter().flat_map(LayerAudit::entries).any(|(_, entry)| entry.stored.is_some());
         let missing =
-            layers.iter().flat_map(LayerAudit::entries).any(|(_, entry)| entry.verdict == Verdict::Missing);
+            layers.iter().flat_map(LayerAudit::entries).any(|(_, entry)| entry.verdict == ScaleVerdict::Missing);
         if worst == Self::NotProven && stored && missing { Self::NotSafe } else { worst }
     }
 }
@@ -177,8 +159,8 @@ impl Audit {
     /// Entries that are not safe, with layer and operand, the worst first.
     pub fn faults(&self) -> Vec<(usize, char, &AuditEntry)> {
         let all = self.layers.iter().flat_map(|layer| layer.entries().map(move |(name, entry)| (layer.layer, name, entry)));
-        let mut faults: Vec<_> = all.filter(|(_, _, entry)| entry.verdict != Verdict::Safe).collect();
-        let place = |verdict: Verdict| Verdict::ALL.iter().position(|own| *own == verdict);
+        let mut faults: Vec<_> = all.filter(|(_, _, entry)| entry.verdict != ScaleVerdict::Safe).collect();
+        let place = |verdict: ScaleVerdict| ScaleVerdict::ALL.iter().position(|own| *own == verdict);
         faults.sort_by(|(a, b, one), (c, d, other)| {
             let factor = other.factor.unwrap_or(0.0).total_cmp(&one.factor.unwrap_or(0.0));
             place(one.verdict).cmp(&place(other.verdict)).then(factor).then((a, b).cmp(&(c, d)))
@@ -192,7 +174,7 @@ impl Audit {
         let faults = self.faults();
         let description = self.engine.description();
         let read = |letter: char| Operand::ALL.iter().any(|o| o.letter() == letter && description.operands[*o as usize]);
-        let stored = |entry: &AuditEntry| entry.stored.is_some() || entry.verdict == Verdict::Missing;
+        let stored = |entry: &AuditEntry| entry.stored.is_some() || entry.verdict == ScaleVerdict::Missing;
         let mut exported = false;
         let can_export = matches!(self.engine, Engine::Vllm | Engine::Sglang);
         if can_export && faults.iter().any(|(_, letter, entry)| read(*letter) && stored(entry)) {

@@ -1,21 +1,21 @@
 //! The engines: their words, the names that an export writes for them, and how their servers are started.
 
 use super::options::Serving;
-use serde::Serialize;
+use crate::named;
 use std::fmt;
 
-/// A serving engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Engine {
-    /// vLLM 0.32 and 0.33.
-    Vllm,
-    /// SGLang 0.5.23.
-    Sglang,
-    /// TensorRT-LLM, PyTorch backend. It reads no scales for an FP8 cache: there is an audit, and no export.
-    Trtllm,
-    /// mistral.rs of August 2026.
-    Mistralrs,
+named! {
+    /// A serving engine.
+    pub enum Engine is "engine" {
+        /// vLLM 0.32 and 0.33.
+        Vllm = "vllm",
+        /// SGLang 0.5.23.
+        Sglang = "sglang",
+        /// TensorRT-LLM, PyTorch backend; verify only, since it reads no scales for an FP8 cache.
+        Trtllm = "trtllm",
+        /// mistral.rs of August 2026.
+        Mistralrs = "mistralrs",
+    }
 }
 
 /// An operand of attention that is cast.
@@ -44,24 +44,6 @@ impl Operand {
 }
 
 impl Engine {
-    /// All of them.
-    pub const ALL: [Self; 4] = [Self::Vllm, Self::Sglang, Self::Trtllm, Self::Mistralrs];
-
-    /// The word for it: `vllm`, `sglang`, `trtllm` or `mistralrs`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Vllm => "vllm",
-            Self::Sglang => "sglang",
-            Self::Trtllm => "trtllm",
-            Self::Mistralrs => "mistralrs",
-        }
-    }
-
-    /// The engine of this word.
-    pub fn named(word: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|engine| engine.name() == word)
-    }
-
     /// The versions that the tables of names and methods were taken from.
     pub fn version(self) -> &'static str {
         self.description().version

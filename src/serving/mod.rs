@@ -24,7 +24,7 @@ mod stream;
 mod unjudged;
 mod verify;
 
-pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, Verdict};
+pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, ScaleVerdict};
 pub use certificate::{Certificate, ExportOptions, LayerCertificate, OperandCertificate};
 pub use engine::{Engine, Operand};
 pub use export::{Export, SCALES_FILE, export};

@@ -4,7 +4,7 @@
 //! attention and every file of an adapter is told apart ([`super::census`]); what an engine makes of a stored name follows from
 //! the engine's own rules ([`super::description`]); what neither tells is unknown.
 
-use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, Verdict};
+use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, ScaleVerdict};
 use super::census;
 use super::description::{Carries, Loads, Parameters};
 use super::engine::{Engine, Operand};
@@ -64,7 +64,7 @@ impl Engine {
     /// The engine that a folder was exported for, by the certificate in it.
     pub fn of_export(folder: &Path) -> Option<Self> {
         let certificate = Settings::read_if_present(&folder.join(CERTIFICATE_FILE)).ok()??;
-        Self::named(certificate.value.get("engine")?.as_str()?)
+        certificate.value.get("engine")?.as_str()?.parse().ok()
     }
 }
 
@@ -220,7 +220,7 @@ impl Found {
         let mut unjudged = self.unjudged.clone();
         unjudged.extend(case.unjudged(&strays, &layers));
         let safe = unjudged.is_empty()
-            && layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == Verdict::Safe);
+            && layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == ScaleVerdict::Safe);
         let mut notes = case.notes();
         notes.extend(biased(needs, spec, engine, &folder.display().to_string(), serving));
         let (model, version) = (spec.name.clone(), description.version);
@@ -315,7 +315,7 @@ impl<'a> Case<'a> {
             let unread = meant.is_some_and(|(_, operand)| !self.engine.description().operands[operand as usize]);
             let said = meant.is_some_and(|(layer, operand)| {
                 let row = layers[layer].row(operand);
-                row.iter().any(|entry| [Verdict::NotLoaded, Verdict::Unknown].contains(&entry.verdict))
+                row.iter().any(|entry| [ScaleVerdict::NotLoaded, ScaleVerdict::Unknown].contains(&entry.verdict))
             });
             let skipped = meant.is_some_and(|(layer, _)| self.serving.skip.has(&self.spec.layers[layer]));
             if !(ignored || unread || said || skipped) {
@@ -355,12 +355,12 @@ impl<'a> Case<'a> {
     ) -> Vec<AuditEntry> {
         if self.serving.skip.has(&self.spec.layers[index]) {
             let why = "kept in the model's type (--skip-layers)".to_owned();
-            return vec![AuditEntry::new(f32::NAN, None, Verdict::Safe, None, why)];
+            return vec![AuditEntry::new(f32::NAN, None, ScaleVerdict::Safe, None, why)];
         }
         let own = &candidates[operand as usize];
         let first = own.first().and_then(|(_, stored)| stored.values.first().copied());
         let unbounded =
-            |why: &str| vec![AuditEntry::new(first.unwrap_or(1.0), None, Verdict::Unknown, first, why.to_owned())];
+            |why: &str| vec![AuditEntry::new(first.unwrap_or(1.0), None, ScaleVerdict::Unknown, first, why.to_owned())];
         let Some(needed) = self.engine.needed(need) else {
             return unbounded(
                 "the engine requantizes the FP8 weights of q, k and v, and behind a norm with a shift they have no bound",
@@ -376,7 +376,7 @@ impl<'a> Case<'a> {
             false => format!("can overflow by a factor of {largest:.3}"),
         };
         let cast_at_one = || {
-            let verdict = if largest <= 1.0 { Verdict::Safe } else { Verdict::Overflow };
+            let verdict = if largest <= 1.0 { ScaleVerdict::Safe } else { ScaleVerdict::Overflow };
             let covers = "1.0, at which the engine casts, covers the bound".to_owned();
             at_one(verdict, if largest <= 1.0 { covers } else { covered.clone() }, None)
         };
@@ -386,7 +386,7 @@ impl<'a> Case<'a> {
                 Some((stored, _)) => {
                     let (engine, version) = (self.engine, self.engine.version());
                     let why = format!("what {engine} {version} loads for this family is not known ({})", stored.place);
-                    at_one(Verdict::Unknown, why, stored.values.first().copied())
+                    at_one(ScaleVerdict::Unknown, why, stored.values.first().copied())
                 }
                 None => cast_at_one(),
             };
@@ -396,14 +396,14 @@ impl<'a> Case<'a> {
         }
         let excluded = self.excluded(index);
         let closed = match (&self.gate, excluded) {
-            (Gate::Closed(why) | Gate::Refused(why), _) => Some((Verdict::NotLoaded, format!("never loaded: {why}"))),
-            (Gate::Unknown(why), _) => Some((Verdict::Unknown, why.clone())),
+            (Gate::Closed(why) | Gate::Refused(why), _) => Some((ScaleVerdict::NotLoaded, format!("never loaded: {why}"))),
+            (Gate::Unknown(why), _) => Some((ScaleVerdict::Unknown, why.clone())),
             (Gate::Open, Some(true)) => Some((
-                Verdict::NotLoaded,
+                ScaleVerdict::NotLoaded,
                 format!("never loaded: Quark's `exclude` matches the module, and {} has no scale there", self.engine),
             )),
             (Gate::Open, None) => {
-                Some((Verdict::Unknown, "an expression of Quark's `exclude` cannot be followed".to_owned()))
+                Some((ScaleVerdict::Unknown, "an expression of Quark's `exclude` cannot be followed".to_owned()))
             }
             (Gate::Open, Some(false)) => None,
         };
@@ -417,13 +417,13 @@ impl<'a> Case<'a> {
             return match unread {
                 Some((stored, why)) => {
                     let why = format!("never loaded: {} is {why}; {covered}", stored.place);
-                    at_one(Verdict::NotLoaded, why, stored.values.first().copied())
+                    at_one(ScaleVerdict::NotLoaded, why, stored.values.first().copied())
                 }
-                None if anywhere => at_one(Verdict::Missing, format!("missing, so 1.0; {covered}"), None),
+                None if anywhere => at_one(ScaleVerdict::Missing, format!("missing, so 1.0; {covered}"), None),
                 None if largest <= 1.0 => {
-                    at_one(Verdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
+                    at_one(ScaleVerdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
                 }
-                None => at_one(Verdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
+                None => at_one(ScaleVerdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
             };
         }
         let needed_row: Vec<f32> = row.iter().map(|scale| scale.get()).collect();
@@ -435,8 +435,8 @@ impl<'a> Case<'a> {
             && largest > 1.0
         {
             for entry in &mut entries {
-                if entry.verdict == Verdict::Safe {
-                    (entry.verdict, entry.why) = (Verdict::Unknown, format!("{why}; {covered} at 1.0"));
+                if entry.verdict == ScaleVerdict::Safe {
+                    (entry.verdict, entry.why) = (ScaleVerdict::Unknown, format!("{why}; {covered} at 1.0"));
                 }
             }
         }
@@ -512,7 +512,7 @@ impl<'a> Case<'a> {
             let count = stored.values.len();
             let why = format!("never loaded: {} has {count} entries, and {} takes {wanted}", stored.place, self.engine);
             let first = stored.values.first().copied();
-            return vec![AuditEntry::new(1.0, Some(largest), Verdict::NotLoaded, first, why)];
+            return vec![AuditEntry::new(1.0, Some(largest), ScaleVerdict::NotLoaded, first, why)];
         };
         let needed = if per_head { row.to_vec() } else { vec![largest] };
         let entry = |(value, needed): (f32, f32)| {
@@ -567,7 +567,7 @@ impl<'a> Case<'a> {
                 };
                 let Some((factor, why)) = why else { continue };
                 for entry in layers[index].row_mut(operand) {
-                    (entry.verdict, entry.why) = (Verdict::Mismatch, why.clone());
+                    (entry.verdict, entry.why) = (ScaleVerdict::Mismatch, why.clone());
                     entry.factor = Some(factor).filter(|factor| factor.is_finite());
                 }
             }
@@ -592,20 +592,20 @@ fn largest_of(values: &[f32]) -> f32 {
 /// How bad the entries of one tensor are: by the verdict, then by the factor.
 fn severity(entries: &[AuditEntry]) -> f32 {
     let one = |entry: &AuditEntry| match entry.verdict {
-        Verdict::Safe => 0.0,
-        Verdict::Overflow => 2.0 + entry.factor.unwrap_or(0.0).min(1e30),
-        Verdict::Unknown => 1.0,
+        ScaleVerdict::Safe => 0.0,
+        ScaleVerdict::Overflow => 2.0 + entry.factor.unwrap_or(0.0).min(1e30),
+        ScaleVerdict::Unknown => 1.0,
         _ => f32::MAX,
     };
     entries.iter().map(one).fold(0.0, f32::max)
 }
 
 /// What is said of a scale that is loaded.
-fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
+fn verdict(stored: f32, used: f32, needed: f32) -> (ScaleVerdict, String) {
     let over = needed / used;
     if !(used.is_finite() && used > 0.0) {
         let why = format!("{used} is not a valid scale: expected a finite number greater than 0");
-        return (Verdict::Invalid, why);
+        return (ScaleVerdict::Invalid, why);
     }
     if used >= needed {
         let why = if used <= FOREIGN_FROM * needed {
@@ -616,7 +616,7 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
             let times = used / needed;
             format!("covers the bound, {times:.3} times: probably the scale of another model or layer")
         };
-        return (Verdict::Safe, why);
+        return (ScaleVerdict::Safe, why);
     }
     let why = if stored >= needed {
         format!("the loader rounds it below the bound, which is {over:.5} times as large")
@@ -627,7 +627,7 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
     } else {
         format!("can overflow by a factor of {over:.3}")
     };
-    (Verdict::Overflow, why)
+    (ScaleVerdict::Overflow, why)
 }
 
 /// Names of the folder's files that hold cache factors beside the weights, as vLLM and SGLang took them by an option.

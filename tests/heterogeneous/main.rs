@@ -191,7 +191,7 @@ fn alone(spec: &AttentionSpec, layer: usize) -> AttentionSpec {
 }
 
 #[test]
-fn certain_plans_of_a_layer_are_those_of_the_layer_alone() {
+fn worst_case_plans_of_a_layer_are_those_of_the_layer_alone() {
     for seed in 0..40 {
         let spec = random(seed);
         let model = SyntheticModel::new(&spec, seed, SyntheticOptions::default()).unwrap();
@@ -205,8 +205,9 @@ fn certain_plans_of_a_layer_are_those_of_the_layer_alone() {
             let weights = LayerWeights { layer: 0, ..drawn.weights() };
             let bounds = bounds_of(&single, weights.clone(), &Tail::default()).unwrap();
             let kept = runtime.bounds(layer).unwrap();
-            let certain = |heads: &[sigmascale::bound::HeadBounds]| heads.iter().map(|h| h.rounded).collect::<Vec<_>>();
-            assert_eq!(certain(&kept.heads), certain(&bounds.heads), "{} layer {layer}", spec.name);
+            let worst_case =
+                |heads: &[sigmascale::bound::HeadBounds]| heads.iter().map(|h| h.rounded).collect::<Vec<_>>();
+            assert_eq!(worst_case(&kept.heads), worst_case(&bounds.heads), "{} layer {layer}", spec.name);
             let mut lonely = Runtime::new(&single, PolicyKind::Geometry.into()).unwrap();
             lonely.update_weights(0, Weights::Changed(weights)).unwrap();
             let want = lonely.plan(0, None).unwrap();

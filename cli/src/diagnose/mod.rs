@@ -1,7 +1,7 @@
 //! `sigmascale diagnose`: which head of a run goes wrong first, and what to do.
 
 pub mod page;
-mod words;
+mod sentences;
 
 use super::html::Made;
 use super::numbers::{count, real};
@@ -9,7 +9,7 @@ use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, wrapped};
 use sigmascale::{Error, Result};
-use sigmascale_lab::diagnose::{Diagnosis, Options, Verdict, read_checkpoints};
+use sigmascale_lab::diagnose::{Diagnosis, Options, RunVerdict, read_checkpoints};
 use sigmascale_lab::history::{History, read_records};
 use std::path::{Path, PathBuf};
 
@@ -76,7 +76,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
         write_file(file, page::render(&diagnosis, &history, made).as_bytes())?;
     }
     args.output.write(&diagnosis, table)?;
-    Ok(diagnosis.verdict == Verdict::Calm)
+    Ok(diagnosis.verdict == RunVerdict::Calm)
 }
 
 /// Of a record or a series of checkpoints, with the history that a page shows.
@@ -120,26 +120,26 @@ fn is_record(path: &Path) -> bool {
 }
 
 fn table(diagnosis: &Diagnosis) -> String {
-    let mut out = words::headline(diagnosis) + "\n";
-    out.push_str(&wrapped(&words::verdict(diagnosis), "", 118));
+    let mut out = sentences::headline(diagnosis) + "\n";
+    out.push_str(&wrapped(&sentences::verdict(diagnosis), "", 118));
     if !diagnosis.alarms.is_empty() {
         out.push('\n');
-        let mut table = Table::new(words::ALARM_HEADS);
-        diagnosis.alarms.iter().for_each(|alarm| table.row(words::alarm(alarm)));
+        let mut table = Table::new(sentences::ALARM_HEADS);
+        diagnosis.alarms.iter().for_each(|alarm| table.row(sentences::alarm(alarm)));
         out.push_str(&table.left_last().render());
         out.push_str("\nwhat to do:\n");
-        words::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ", 118)));
+        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ", 118)));
     }
     if !diagnosis.heads.is_empty() {
         out.push('\n');
-        let mut table = Table::new(words::HEADS);
-        let heads = words::worst(diagnosis);
-        heads.iter().take(SHOWN).for_each(|head| table.row(words::head(head)));
+        let mut table = Table::new(sentences::HEADS);
+        let heads = sentences::worst(diagnosis);
+        heads.iter().take(SHOWN).for_each(|head| table.row(sentences::head(head)));
         out.push_str(&table.render());
         if heads.len() > SHOWN {
             out.push_str(&format!("{} more heads: --json or --html\n", heads.len() - SHOWN));
         }
-        out.push_str(&wrapped(&words::legend(diagnosis), "", 118));
+        out.push_str(&wrapped(&sentences::legend(diagnosis), "", 118));
     }
     out
 }

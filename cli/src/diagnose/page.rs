@@ -1,10 +1,10 @@
 //! The page of a run's history.
 
-use super::words;
+use super::sentences;
 use crate::chart::{Frame, Line, lines};
 use crate::html::{Figure, Made, Page, Tone};
 use crate::svg::Axis;
-use sigmascale_lab::diagnose::{Diagnosis, Verdict};
+use sigmascale_lab::diagnose::{Diagnosis, RunVerdict};
 use sigmascale_lab::history::{History, LayerRecord};
 
 /// Most points of a curve.
@@ -21,19 +21,19 @@ type Column = fn(&LayerRecord) -> &[f64];
 pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
     let mut page = Page::new(
         "Diagnosis of a training run",
-        &words::headline(diagnosis),
+        &sentences::headline(diagnosis),
         "Alarms are raised on what each head's attention did, before the loss shows it. A record without alarms proves \
          nothing about what was not recorded.",
     );
-    let tone = if diagnosis.verdict == Verdict::Calm { Tone::Good } else { Tone::Bad };
-    page.verdict(tone, &words::verdict(diagnosis));
+    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
+    page.verdict(tone, &sentences::verdict(diagnosis));
     if !diagnosis.alarms.is_empty() {
         page.section("Alarms");
-        let rows = diagnosis.alarms.iter().map(|alarm| words::alarm(alarm).to_vec());
-        page.table("reasons", &table(&words::ALARM_HEADS, rows));
+        let rows = diagnosis.alarms.iter().map(|alarm| sentences::alarm(alarm).to_vec());
+        page.table("reasons", &table(&sentences::ALARM_HEADS, rows));
         page.end_section();
         page.section("What to do");
-        page.lines(&words::advice(diagnosis));
+        page.lines(&sentences::advice(diagnosis));
         page.end_section();
     }
     let figures = figures(diagnosis, history);
@@ -45,9 +45,9 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
     }
     if !diagnosis.heads.is_empty() {
         page.section("Heads");
-        page.paragraph(&words::legend(diagnosis));
-        let rows = words::worst(diagnosis);
-        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head).to_vec())));
+        page.paragraph(&sentences::legend(diagnosis));
+        let rows = sentences::worst(diagnosis);
+        page.table("", &table(&sentences::HEADS, rows.iter().map(|head| sentences::head(head).to_vec())));
         page.end_section();
     }
     page.render(made)
@@ -59,7 +59,7 @@ fn table<const N: usize>(heads: &[&str; N], rows: impl Iterator<Item = Vec<Strin
 
 /// The heads that are drawn, as layer and head.
 fn drawn(diagnosis: &Diagnosis) -> Vec<(usize, usize)> {
-    words::worst(diagnosis).iter().take(1 + OTHERS).map(|head| (head.layer, head.head)).collect()
+    sentences::worst(diagnosis).iter().take(1 + OTHERS).map(|head| (head.layer, head.head)).collect()
 }
 
 /// What the curves are.
@@ -76,8 +76,8 @@ fn curves_of(diagnosis: &Diagnosis) -> String {
 }
 
 fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
-    let shown = words::worst(diagnosis);
-    let limits = words::logit_limits(&shown[..shown.len().min(1 + OTHERS)]);
+    let shown = sentences::worst(diagnosis);
+    let limits = sentences::logit_limits(&shown[..shown.len().min(1 + OTHERS)]);
     // One line cannot show several limits.
     let (limit, limit_caption) = match limits[..] {
         [limit] => (Some(limit), format!("Absolute value. Dotted: the limit of {limit}.")),

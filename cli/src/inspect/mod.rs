@@ -3,7 +3,7 @@
 pub mod page;
 
 use super::html::Made;
-use super::latent;
+use super::mla;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
 use super::progress;
@@ -85,14 +85,14 @@ fn table(inspection: &Inspection) -> String {
             span(layer.stable_rank),
             span(layer.rope_ratio),
             short(layer.sigma_sum),
-            short(layer.bound_certain),
+            short(layer.bound_exact),
             short(layer.bound_rounded),
         ]);
     }
     out.push_str(&table.render());
     if inspection.model.mla.is_some() {
         let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?)));
-        out = out + "\n" + &latent::table(rows);
+        out = out + "\n" + &mla::table(rows);
     }
     out + "\n" + &wrapped(page::BOUNDS, "", 118)
 }

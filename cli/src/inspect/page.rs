@@ -21,7 +21,7 @@ pub fn summary(inspection: &Inspection) -> String {
     };
     let place = |(value, layer, head): (f64, usize, usize)| format!("{} (layer {layer}, head {head})", short(value));
     let Some(top) = largest(|head| head.sigma) else {
-        let bound = largest(|head| head.bound_certain).map(place).unwrap_or_default();
+        let bound = largest(|head| head.bound_exact).map(place).unwrap_or_default();
         if inspection.model.mla.is_some() {
             return format!(
                 "Latent attention (MLA): the logits of {count} heads are bounded through both projections of a head at once. In \
@@ -115,12 +115,12 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
                     Some(_) => "Each head. Bar: mean.".to_owned(),
                     None => "Each head, from the gains of its q and k norms. Bar: mean.".to_owned(),
                 },
-                content: strip(layers, |head| head.bound_certain, |_| None),
+                content: strip(layers, |head| head.bound_exact, |_| None),
             },
             Figure {
                 title: "Bound in exact arithmetic by layer and head".to_owned(),
                 caption: "A stronger color is a larger value.".to_owned(),
-                content: heat_map(layers, |head| head.bound_certain),
+                content: heat_map(layers, |head| head.bound_exact),
             },
         ]);
     }
@@ -156,7 +156,7 @@ fn numbers(layers: &[Layer]) -> String {
             short(layer.stable_rank.map(|s| s.mean)),
             short(layer.rope_ratio.map(|s| s.max)),
             short(layer.sigma_sum),
-            short(layer.bound_certain),
+            short(layer.bound_exact),
             short(layer.bound_rounded),
         ]
     }));
@@ -171,7 +171,7 @@ fn details(layer: &Layer, head: &Head) -> String {
         ("raw", head.sigma_raw),
         ("over rotations", head.sigma_rope),
         ("stable rank", head.stable_rank),
-        ("exact bound", head.bound_certain),
+        ("exact bound", head.bound_exact),
         ("worst-case bound", head.bound_rounded),
     ] {
         if let Some(value) = value {
@@ -247,7 +247,7 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
     svg
 }
 
-/// One cell a head, layers downwards.
+/// One cell per head, layers downwards.
 fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
     let axis = Axis::new(layers.iter().flat_map(|l| &l.heads).filter_map(value), None);
     let columns = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);

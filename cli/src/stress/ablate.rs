@@ -1,9 +1,9 @@
 //! `sigmascale stress ablate`: the paper's parameters, one at a time.
 
 use super::open::open;
-use super::words;
-use crate::choices::one_of;
+use super::sentences;
 use crate::model::{Model, files};
+use crate::named::named;
 use crate::numbers::{count, whole};
 use crate::output::OutputArgs;
 use crate::progress;
@@ -22,11 +22,11 @@ pub struct Args {
     #[arg(long)]
     model: String,
     /// Parameters to vary, comma-separated [default: all]
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of(&Parameter::ALL, Parameter::name, |_| None))]
+    #[arg(long, value_name = "LIST", value_parser = named::<Parameter>(), value_delimiter = ',')]
     parameters: Vec<Parameter>,
-    /// What is cast to E4M3
-    #[arg(long, value_enum, default_value = "logit")]
-    mode: super::args::Cast,
+    /// What is cast to E4M3; eta, delta and the sequence length are parameters of logit bounds
+    #[arg(long, value_parser = named::<Mode>(), default_value = Mode::Logit.name())]
+    mode: Mode,
     /// Run this text through the whole model instead of generated tokens
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
@@ -74,7 +74,7 @@ pub fn run(args: Args) -> Result<()> {
         )));
     }
     let options = StressOptions {
-        mode: args.mode.into(),
+        mode: args.mode,
         layers: args.layers,
         seq_len: args.seq_len,
         tokens: args.tokens.as_deref().map(TokenFile::read).transpose()?,
@@ -104,7 +104,7 @@ pub fn run(args: Args) -> Result<()> {
 fn table(results: &Results) -> String {
     let mut out = format!(
         "ablate, mode {}: {}, {} steps of {} tokens, seed {}\n",
-        words::mode_name(results.mode),
+        sentences::mode_name(results.mode),
         results.model,
         results.steps,
         results.seq_len,
@@ -131,9 +131,9 @@ fn table(results: &Results) -> String {
                 format!("{}{paper}", row.value),
                 row.policy.to_string(),
                 format!("{:.4}", row.constant),
-                words::percent(row.overflow_values, row.values),
+                sentences::percent(row.overflow_values, row.values),
                 brief(row.largest),
-                brief(100.0 * row.utilisation.median),
+                brief(100.0 * row.utilization.median),
                 row.sqnr_db.map_or("-".to_owned(), |db| format!("{db:.1}")),
                 row.softmax_kl.map_or("-".to_owned(), brief),
             ]);

@@ -2,11 +2,15 @@
 
 use super::policies::PolicyArgs;
 use crate::model::{Model, files};
+use crate::named::named;
 use crate::numbers::{count, real, whole};
 use crate::output::OutputArgs;
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use sigmascale::fp8::{Format, OnOverflow};
+use sigmascale::names::Named;
 use sigmascale::{Error, Result};
-use sigmascale_lab::stress::{StressOptions, TokenFile};
+use sigmascale_lab::stress::{Mode, Scenario, StressOptions, TokenFile};
 use std::path::PathBuf;
 
 /// What `stress` runs policies through.
@@ -14,14 +18,14 @@ use std::path::PathBuf;
 #[command(allow_negative_numbers = true)]
 pub struct Args {
     /// What happens to the weights
-    #[arg(value_enum, required = true)]
+    #[arg(value_parser = Choice::parser(), required = true)]
     scenario: Option<Choice>,
     /// Preset name or config.json (synthetic weights), .safetensors file or checkpoint folder; not for replay
     #[arg(long)]
     pub model: Option<String>,
-    /// What is cast to E4M3; to learn what a fused kernel would do, use operands
-    #[arg(long, value_enum, default_value = "logit")]
-    pub mode: Cast,
+    /// What is cast to E4M3
+    #[arg(long, value_parser = named::<Mode>(), default_value = Mode::Operands.name())]
+    pub mode: Mode,
     /// Run the first N layers [default: all; with synthetic weights 4 in runs of several steps]
     #[arg(long, value_name = "N", value_parser = count)]
     pub layers: Option<usize>,
@@ -37,16 +41,16 @@ pub struct Args {
     pub tokens: Option<PathBuf>,
     /// Later checkpoints of the same training run, comma-separated and in order: refit loads one per step
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
-    pub path: Vec<PathBuf>,
+    pub checkpoints: Vec<PathBuf>,
     /// Seed of synthetic weights and of tokens
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole)]
     pub seed: u64,
-    /// What a value outside the range becomes, for resume and lr-spike [default: both]
-    #[arg(long, value_enum)]
-    pub casts: Option<CastKind>,
+    /// What a value outside the range becomes, for resume and lr-spike [default: both, in separate runs]
+    #[arg(long, value_parser = named::<OnOverflow>())]
+    pub casts: Option<OnOverflow>,
     /// FP8 format of q, k and v, for resume and lr-spike in mode operands [default: e4m3]
-    #[arg(long, value_enum)]
-    pub fp8: Option<Fp8>,
+    #[arg(long, value_parser = named::<Format>())]
+    pub fp8: Option<Format>,
     /// Round q, k and v up or down at random, for resume and lr-spike in mode operands
     #[arg(long)]
     pub stochastic: bool,
@@ -68,51 +72,29 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// One scenario, or every one that this build and the arguments allow.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// A trained model is loaded; no policy has a history
-    CheckpointLoad,
-    /// Weights and biases of q, k and v grow by a factor of 4 at step 10
-    WeightSpike,
-    /// New weights at every step: the checkpoints of --path, or growth by 5 %
-    Refit,
-    /// Recorded maxima, through the policies that need no weights
-    Replay,
-    /// Training stops and resumes
-    Resume,
-    /// Training under a learning-rate spike
-    LrSpike,
-    /// Every scenario that this build and the arguments allow
+    One(Scenario),
     All,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-pub enum Cast {
-    /// Only the logits, as in the paper
-    Logit,
-    /// q, k, v and P, as fused kernels do
-    Operands,
-}
+impl Choice {
+    fn name(self) -> &'static str {
+        match self {
+            Self::One(scenario) => scenario.name(),
+            Self::All => "all",
+        }
+    }
 
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum CastKind {
-    /// 448 with the sign of the value
-    Saturating,
-    /// NaN, which reaches the loss
-    Nan,
-    /// Both, each in separate runs
-    Both,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Fp8 {
-    /// Maximum 448, no infinity
-    E4m3,
-    /// Maximum 57344
-    E5m2,
-    /// E4M3 that keeps infinities: maximum 240
-    #[value(name = "e4m3-240")]
-    E4m3Ieee,
+    fn parser() -> impl TypedValueParser<Value = Self> {
+        let one = |scenario: &Scenario| PossibleValue::new(scenario.name()).help(scenario.help());
+        let all = PossibleValue::new("all").help("Every scenario that this build and the arguments allow");
+        PossibleValuesParser::new(Scenario::ALL.iter().map(one).chain([all])).try_map(|name| match name.as_str() {
+            "all" => Ok(Self::All),
+            name => name.parse().map(Self::One),
+        })
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -139,19 +121,19 @@ impl Args {
     pub fn options(&self) -> Result<StressOptions> {
         let name = self.name();
         let refuse = |what: &str| Err(Error::argument(format_args!("{name}: {what}")));
-        let training = matches!(self.scenario(), Choice::Resume | Choice::LrSpike);
+        let training = matches!(self.scenario(), Choice::One(Scenario::Resume | Scenario::LrSpike));
         if training && !self.trains() {
             return refuse(NEEDS_TRAIN);
         }
-        if !self.trains() && self.scenario() != Choice::Replay && self.names_training_model() {
+        if !self.trains() && self.scenario() != Choice::One(Scenario::Replay) && self.names_training_model() {
             return refuse("it needs weights, and models of this name are only trained, by resume and lr-spike");
         }
         if self.trains() && self.layers.is_some() {
             return refuse("remove --layers, a model that is trained has them all");
         }
-        if self.trains() && (self.tokens.is_some() || !self.path.is_empty() || self.device == Device::Cuda) {
+        if self.trains() && (self.tokens.is_some() || !self.checkpoints.is_empty() || self.device == Device::Cuda) {
             return refuse(
-                "remove --tokens, --path and --device cuda, training has its own text and weights on the CPU",
+                "remove --tokens, --checkpoints and --device cuda, training has its own text and weights on the CPU",
             );
         }
         if self.casts.is_some() && !self.trains() {
@@ -160,10 +142,10 @@ impl Args {
         if (self.fp8.is_some() || self.stochastic) && !self.trains() {
             return refuse("remove --fp8 and --stochastic, which are for resume and lr-spike");
         }
-        if !self.path.is_empty() && !matches!(self.scenario(), Choice::Refit | Choice::All) {
-            return refuse("remove --path, which is for refit and all");
+        if !self.checkpoints.is_empty() && !matches!(self.scenario(), Choice::One(Scenario::Refit) | Choice::All) {
+            return refuse("remove --checkpoints, which is for refit and all");
         }
-        if self.scenario() == Choice::Replay {
+        if self.scenario() == Choice::One(Scenario::Replay) {
             self.check_replay(&refuse)?;
         } else if self.model.is_none() {
             return refuse("--model MODEL is required");
@@ -175,7 +157,7 @@ impl Args {
             sigmascale::cuda::require().map_err(|error| error.within("--device cuda"))?;
         }
         Ok(StressOptions {
-            mode: self.mode.into(),
+            mode: self.mode,
             policies: self.policies.configs()?,
             layers: self.layers,
             seq_len: self.seq_len.unwrap_or(StressOptions::default().seq_len),
@@ -207,13 +189,13 @@ impl Args {
     }
 
     /// The scenario's name.
-    fn name(&self) -> String {
-        self.scenario().to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    fn name(&self) -> &'static str {
+        self.scenario().name()
     }
 
     /// Files that are read, those of models as far as they open.
     pub fn read(&self) -> Vec<PathBuf> {
-        let paths = self.path.iter().map(|path| path.to_string_lossy().into_owned());
+        let paths = self.checkpoints.iter().map(|path| path.to_string_lossy().into_owned());
         let models = self.model.iter().filter(|_| !self.trains()).cloned().chain(paths);
         let models = models.filter_map(|name| Some(files(&name, &Model::open(&name).ok()?)));
         models.flatten().chain(self.tokens.clone()).chain(self.trace.clone()).collect()
@@ -221,12 +203,13 @@ impl Args {
 
     /// Whether the model is one that is trained here.
     pub fn trains(&self) -> bool {
-        self.names_training_model() && matches!(self.scenario(), Choice::Resume | Choice::LrSpike | Choice::All)
+        self.names_training_model()
+            && matches!(self.scenario(), Choice::One(Scenario::Resume | Scenario::LrSpike) | Choice::All)
     }
 
     #[cfg(feature = "train")]
     fn names_training_model(&self) -> bool {
-        self.model.as_deref().and_then(sigmascale_lab::train::ModelKind::of).is_some()
+        self.model.as_deref().is_some_and(|name| name.parse::<sigmascale_lab::train::ModelKind>().is_ok())
     }
 
     #[cfg(not(feature = "train"))]

@@ -1,8 +1,8 @@
 //! `sigmascale stress low-precision`: the failure of BF16 flash attention, and what averts it.
 
 use super::chart::{Curve, Frame, Label, curves, legend};
-use crate::choices::one_of;
 use crate::html::{Figure, Made, Page, Tone};
+use crate::named::named;
 use crate::numbers::{count, real, whole};
 use crate::output::{OutputArgs, write_file};
 use crate::progress;
@@ -13,7 +13,7 @@ use serde::Serialize;
 use sigmascale::{Error, Result};
 use sigmascale_lab::history::{History, LayerRecord};
 use sigmascale_lab::stress::{
-    Arithmetic, LowPrecisionOptions, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts,
+    Arithmetic, LowPrecisionOptions, LowPrecisionSummary, Remedy, RemedyVerdict, low_precision, verdicts,
 };
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -29,10 +29,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = LowPrecisionOptions::default().steps, value_parser = whole)]
     steps: u64,
     /// Whose casts: the paper's BF16, a fused BF16 kernel's, or those of this package's FP8 kernel in training
-    #[arg(long, default_value = "bf16", value_parser = one_of(&Arithmetic::ALL, Arithmetic::name, casts))]
+    #[arg(long, value_parser = named::<Arithmetic>(), default_value = Arithmetic::Bf16.name())]
     arithmetic: Arithmetic,
     /// Remedies to run, comma-separated [default: all that change something]
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = one_of(&Remedy::ALL, Remedy::name, about))]
+    #[arg(long, value_name = "LIST", value_parser = named::<Remedy>(), value_delimiter = ',')]
     remedies: Vec<Remedy>,
     /// Shift of the stabilized softmax on rows whose maximum repeats: m = beta max
     #[arg(long, default_value_t = 2.0, value_parser = real)]
@@ -57,7 +57,7 @@ pub struct Args {
     copies: usize,
     /// Learning rate, after 100 steps of warm-up
     #[arg(long, default_value_t = 1e-3, value_parser = real)]
-    rate: f64,
+    lr: f64,
     /// Write the record of every run, REMEDY-seedN.jsonl, to FOLDER, which must exist
     #[arg(long, value_name = "FOLDER")]
     record: Option<PathBuf>,
@@ -78,38 +78,11 @@ fn head(text: &str) -> std::result::Result<Head, String> {
     }
 }
 
-fn casts(arithmetic: Arithmetic) -> Option<&'static str> {
-    Some(match arithmetic {
-        Arithmetic::Bf16 => "BF16, and the unnormalized output rounded after every tile",
-        Arithmetic::Fused => "P in BF16, its sums in f32, the output in BF16",
-        Arithmetic::Fp8 => "q, k and v in E4M3, P in F16, the output in BF16",
-    })
-}
-
-fn about(remedy: Remedy) -> Option<&'static str> {
-    Some(match remedy {
-        Remedy::None => "The casts of --arithmetic, delta from the output",
-        Remedy::F32Output => "The output in f32 from P V on",
-        Remedy::UnroundedDelta => "P V in f32, the output in BF16, and delta from the output before its rounding",
-        Remedy::StochasticOutput => "P V in f32, and the output rounded to BF16 stochastically",
-        Remedy::F32Pv => "P V in f32, the output in BF16",
-        Remedy::DeltaFromP => "delta = rowsum(P dP)",
-        Remedy::Stabilised => {
-            "The stabilized softmax: rows whose maximum repeats are shifted to beta times it, by at most 40 nats more"
-        }
-        Remedy::StabilisedFixed => "The same, with one shift of 40 nats for all larger maxima",
-        Remedy::StabilisedPower => "The same, with one shift of 57 ln 2 nats, so that P is a power of two",
-        Remedy::F32Head => "The output of one head in f32",
-        Remedy::F32WQ => "W_Q and q of one head in f32",
-        Remedy::F32 => "Everything in f32",
-    })
-}
-
 /// The result.
 #[derive(Serialize)]
 struct Results {
     scenario: &'static str,
-    verdicts: Vec<Verdict>,
+    verdicts: Vec<RemedyVerdict>,
     runs: Vec<LowPrecisionSummary>,
     #[serde(skip)]
     histories: Vec<History>,
@@ -125,7 +98,7 @@ impl Args {
             heads: self.heads,
             head: self.head.0,
             f32_head: self.f32_head.map_or(self.head.0.unwrap_or(0), |head| head as usize),
-            rate: self.rate as f32,
+            rate: self.lr as f32,
             copies: self.copies,
             tile: self.tile,
             beta: self.beta as f32,
@@ -200,7 +173,7 @@ fn headline(results: &Results) -> String {
 }
 
 /// What a remedy came to, in a sentence.
-fn sentence(verdict: &Verdict, runs: &[LowPrecisionSummary]) -> String {
+fn sentence(verdict: &RemedyVerdict, runs: &[LowPrecisionSummary]) -> String {
     let own = || runs.iter().filter(|run| run.options.remedy == verdict.remedy);
     let growth = own().map(|run| run.fastest_head()).fold((0, 0.0), |a, b| if b.1 > a.1 { b } else { a });
     let growth = format!("norm of W_Q up to {} times its start (head {})", brief(growth.1), growth.0);
@@ -311,7 +284,7 @@ fn page(results: &Results, made: &Made) -> String {
         true => page.verdict(Tone::Good, "The loss did not double in any run."),
         false => page.verdict(Tone::Bad, &format!("The loss doubled with: {}.", failed.join(", "))),
     }
-    let line = |verdict: &Verdict| format!("{}: {}", verdict.remedy.name(), sentence(verdict, &results.runs));
+    let line = |verdict: &RemedyVerdict| format!("{}: {}", verdict.remedy.name(), sentence(verdict, &results.runs));
     page.lines(&results.verdicts.iter().map(line).collect::<Vec<_>>());
     let mut rows = vec![HEADS.map(str::to_owned).to_vec()];
     rows.extend(results.runs.iter().map(|run| cells(run).to_vec()));

@@ -8,10 +8,10 @@ mod open;
 mod outcome;
 pub mod page;
 mod policies;
+mod sentences;
 mod table;
 #[cfg(feature = "train")]
 mod training;
-mod words;
 
 pub use outcome::Results;
 
@@ -23,7 +23,7 @@ use indicatif::ProgressBar;
 use open::open;
 use outcome::{LeftOut, Run};
 use sigmascale::{Error, Result};
-use sigmascale_lab::stress::{Mode, Progress, Scenario, StressOptions, Trace, replay, run_with_progress};
+use sigmascale_lab::stress::{Progress, Scenario, StressOptions, Trace, replay, run_with_progress};
 use std::path::Path;
 
 /// Run six scaling policies side by side through a change of the weights, and report which overflow; or study a failure
@@ -63,22 +63,22 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
     args.output.check_not_read(("--html", args.html.as_deref()), &args.read())?;
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
-    let model = match args.model.as_deref().filter(|_| args.scenario() != Choice::Replay && !args.trains()) {
-        Some(name) => Some(open(name, &args.path, options.seed)?),
-        None => None,
-    };
-    let scenarios: &[Scenario] = match args.scenario() {
-        Choice::CheckpointLoad => &[Scenario::CheckpointLoad],
-        Choice::WeightSpike => &[Scenario::WeightSpike],
-        Choice::Refit => &[Scenario::Refit],
+    let model =
+        match args.model.as_deref().filter(|_| args.scenario() != Choice::One(Scenario::Replay) && !args.trains()) {
+            Some(name) => Some(open(name, &args.checkpoints, options.seed)?),
+            None => None,
+        };
+    let chosen = args.scenario();
+    let scenarios: &[Scenario] = match chosen {
         Choice::All => &[Scenario::CheckpointLoad, Scenario::WeightSpike, Scenario::Refit],
-        Choice::Replay | Choice::Resume | Choice::LrSpike => &[],
+        Choice::One(Scenario::Replay | Scenario::Resume | Scenario::LrSpike) => &[],
+        Choice::One(ref scenario) => std::slice::from_ref(scenario),
     };
     let mut runs = Vec::new();
     for &scenario in scenarios {
         let Some(model) = &model else { break };
         // The steps asked for are those of a spike and of generated growth; a load and a recorded path have their own.
-        let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.path.is_empty();
+        let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.checkpoints.is_empty();
         let steps = if args.scenario() == Choice::All && own { None } else { options.steps };
         let bar = progress::bar(0, "{msg}", &format!("{}: the first step", scenario.name()));
         let options = StressOptions { steps, ..options.clone() };
@@ -104,15 +104,6 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
         write_file(file, page::render(&results, made).as_bytes())?;
     }
     args.output.write(&results, table::render)
-}
-
-impl From<args::Cast> for Mode {
-    fn from(cast: args::Cast) -> Self {
-        match cast {
-            args::Cast::Logit => Self::Logit,
-            args::Cast::Operands => Self::Operands,
-        }
-    }
 }
 
 /// The bar counts the steps of all layers, the message both.

@@ -2,8 +2,8 @@
 
 use super::chart::{Frame, WIDTH, curves, legend, place};
 use super::outcome::Results;
+use super::sentences::{self, RANGE, rows};
 use super::table::{HEADS, cells};
-use super::words::{self, RANGE, rows};
 use crate::html::{Figure, Made, Page, escape};
 use crate::svg::{Axis, label, open_svg};
 use crate::table::brief;
@@ -17,9 +17,9 @@ const DOTS: usize = 200;
 pub fn render(results: &Results, made: &Made) -> String {
     let runs = results.runs();
     let model = runs.iter().map(|run| run.stress.model.as_str()).next().unwrap_or("a model");
-    let mode = runs.first().map_or("", |run| words::mode_name(run.stress.mode));
+    let mode = runs.first().map_or("", |run| sentences::mode_name(run.stress.mode));
     let names: Vec<&str> = runs.iter().map(|run| run.stress.scenario.name()).collect();
-    let same = match runs.iter().any(|run| words::trains(&run.stress)) {
+    let same = match runs.iter().any(|run| sentences::trains(&run.stress)) {
         true => "Every policy trains a run of its own from the same weights and text.",
         false => "Every policy sees the same weights and the same tokens.",
     };
@@ -29,7 +29,7 @@ pub fn render(results: &Results, made: &Made) -> String {
         &format!("mode {mode}; {}", names.join(", ")),
         &format!("{same} {summary}"),
     );
-    let (tone, verdict) = words::verdict_of_all(runs.iter().map(|run| &run.stress));
+    let (tone, verdict) = sentences::verdict_of_all(runs.iter().map(|run| &run.stress));
     page.verdict(tone, &verdict);
     for run in runs {
         part(&mut page, &run.stress, run.transition());
@@ -47,10 +47,10 @@ pub fn render(results: &Results, made: &Made) -> String {
 
 /// `mark` is the step of the transition, where there is one.
 fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
-    page.section(&words::headline(run));
+    page.section(&sentences::headline(run));
     let verdict = |(policy, verdict)| format!("{policy}: {verdict}");
-    page.lines(&words::verdicts(run).into_iter().map(verdict).collect::<Vec<String>>());
-    let mut framing = words::framing(run);
+    page.lines(&sentences::verdicts(run).into_iter().map(verdict).collect::<Vec<String>>());
+    let mut framing = sentences::framing(run);
     let rest = framing.split_off(1.min(framing.len()));
     page.paragraph(&framing.concat());
     let mut table = vec![HEADS.map(str::to_owned).to_vec()];
@@ -59,7 +59,7 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     page.list(&rest);
     page.raw(&legend(&run.policies.iter().map(|policy| Some(policy.policy)).collect::<Vec<_>>()));
     let over = if run.steps > 1 { "step" } else { "layer" };
-    let same = !words::trains(run);
+    let same = !sentences::trains(run);
     let mut figures = vec![Figure {
         title: format!("Largest |logit| by {over}"),
         caption: match (run.steps, same) {
@@ -153,7 +153,7 @@ fn lines(
     curves(&all, &Frame { axis, first: 0, last, over, limit, mark })
 }
 
-/// One cell a layer and policy: the largest overshoot where something overflowed.
+/// One cell per layer and policy: the largest overshoot where something overflowed.
 fn heat_map(run: &StressResult) -> String {
     let (left, top, width) = (30.0, 34.0, 53.0);
     let height = (480.0 / run.model_layers.max(1) as f64).clamp(9.0, 26.0);
@@ -226,7 +226,7 @@ fn shares_a_factor(mut a: usize, mut b: usize) -> bool {
     a > 1
 }
 
-/// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
+/// One row per policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
 fn strip(
     run: &StressResult,
     value: &dyn Fn(&TraceRow) -> Option<f64>,
@@ -235,7 +235,7 @@ fn strip(
     name: &str,
 ) -> String {
     let values = run.trace.iter().filter_map(value).chain(limit);
-    let values = values.chain(run.policies.iter().filter(|_| heads).map(|policy| policy.utilisation.p10));
+    let values = values.chain(run.policies.iter().filter(|_| heads).map(|policy| policy.utilization.p10));
     // Decibels are a logarithm already, and may be negative.
     let axis = if name.ends_with("dB") { Axis::linear(values) } else { Axis::new(values, None) };
     let (left, top, height) = (108.0, 6.0, 30.0);
@@ -268,9 +268,9 @@ fn strip(
             policy.policy,
             place(policy.policy)
         );
-        let utilisation = &policy.utilisation;
+        let utilization = &policy.utilization;
         if heads {
-            let (from, to) = (x(utilisation.p10), x(utilisation.p90));
+            let (from, to) = (x(utilization.p10), x(utilization.p90));
             let _ = write!(svg, "<line class=\"bar\" x1=\"{from:.1}\" x2=\"{to:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>");
         }
         let points: Vec<(&TraceRow, f64)> =
@@ -299,7 +299,7 @@ fn strip(
         let mut sorted: Vec<f64> = points.iter().map(|point| point.1).collect();
         sorted.sort_by(f64::total_cmp);
         let own = sorted.get(sorted.len().saturating_sub(1) / 2).copied();
-        if let Some(median) = if heads { Some(utilisation.median) } else { own } {
+        if let Some(median) = if heads { Some(utilization.median) } else { own } {
             let (x, low, high) = (x(median), y - 11.0, y + 11.0);
             let _ = write!(svg, "<line class=\"mark\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{low:.1}\" y2=\"{high:.1}\"/>");
         }

@@ -1,7 +1,7 @@
 //! Which policies run, and their parameters.
 
+use crate::named::named;
 use crate::numbers::{count, real};
-use clap::ValueEnum;
 use sigmascale::policy::{
     AmaxAlgorithm, AutoCConfig, DelayedPaperConfig, DelayedTeConfig, PolicyConfig, PolicyKind, PolicyShape, Pooling,
 };
@@ -24,8 +24,8 @@ pub struct PolicyArgs {
     #[arg(long, value_name = "K", value_parser = real)]
     auto_c_kappa: Option<f64>,
     /// Which heads share a ratio [default: layer]
-    #[arg(long, value_enum, value_name = "POOLING")]
-    auto_c_pooling: Option<Pool>,
+    #[arg(long, value_parser = named::<Pooling>(), value_name = "POOLING")]
+    auto_c_pooling: Option<Pooling>,
     /// Length of the amax history in steps [default: 16]
     #[arg(long, value_name = "N", value_parser = count)]
     delayed_paper_history: Option<usize>,
@@ -36,29 +36,11 @@ pub struct PolicyArgs {
     #[arg(long, value_name = "N", value_parser = count)]
     delayed_te_history: Option<usize>,
     /// How the amax history is reduced [default: max]
-    #[arg(long, value_enum, value_name = "ALGORITHM")]
-    delayed_te_algorithm: Option<Algorithm>,
+    #[arg(long, value_parser = named::<AmaxAlgorithm>(), value_name = "ALGORITHM")]
+    delayed_te_algorithm: Option<AmaxAlgorithm>,
     /// The amax is mapped onto 448 / 2^M [default: 0]
     #[arg(long, value_name = "M")]
     delayed_te_margin: Option<i32>,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Pool {
-    /// All heads of all layers, for resume and lr-spike
-    Model,
-    /// The heads of a layer
-    Layer,
-    /// Each head on its own
-    Head,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Algorithm {
-    /// Maximum of the history
-    Max,
-    /// The amax of the last step
-    MostRecent,
 }
 
 impl PolicyArgs {
@@ -108,12 +90,7 @@ impl PolicyArgs {
                     burn_in: self.auto_c_burn_in.map_or(base.burn_in, |steps| u32::try_from(steps).unwrap_or(u32::MAX)),
                     quantile: self.auto_c_quantile.unwrap_or(base.quantile),
                     kappa: self.auto_c_kappa.unwrap_or(base.kappa),
-                    pooling: match self.auto_c_pooling {
-                        None => base.pooling,
-                        Some(Pool::Model) => Pooling::Model,
-                        Some(Pool::Layer) => Pooling::Layer,
-                        Some(Pool::Head) => Pooling::Head,
-                    },
+                    pooling: self.auto_c_pooling.unwrap_or(base.pooling),
                     ..base
                 })
             }
@@ -129,11 +106,7 @@ impl PolicyArgs {
                 let base = DelayedTeConfig::default();
                 PolicyConfig::DelayedTe(DelayedTeConfig {
                     history: self.delayed_te_history.unwrap_or(base.history),
-                    algorithm: match self.delayed_te_algorithm {
-                        None => base.algorithm,
-                        Some(Algorithm::Max) => AmaxAlgorithm::Max,
-                        Some(Algorithm::MostRecent) => AmaxAlgorithm::MostRecent,
-                    },
+                    algorithm: self.delayed_te_algorithm.unwrap_or(base.algorithm),
                     margin: self.delayed_te_margin.unwrap_or(base.margin),
                     ..base
                 })

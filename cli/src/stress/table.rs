@@ -1,7 +1,7 @@
 //! The result as text.
 
 use super::outcome::Results;
-use super::words;
+use super::sentences;
 use crate::table::{Table, brief, wrapped};
 use sigmascale_lab::stress::{PolicySummary, StressResult};
 use std::fmt::Write;
@@ -11,19 +11,19 @@ pub fn cells(run: &StressResult, policy: &PolicySummary) -> [String; 9] {
     let decibels = |db: Option<f64>| db.map_or("-".to_owned(), |db| format!("{db:.1}"));
     let nats = |kl: Option<f64>| kl.map_or("-".to_owned(), brief);
     let over = policy.overflow_values > 0;
-    let (sqnr, kl) = words::where_it_overflowed(run, policy);
+    let (sqnr, kl) = sentences::where_it_overflowed(run, policy);
     let first = policy.first_bad_step.filter(|_| run.steps > 1).map_or(String::new(), |step| format!(", first {step}"));
-    let utilisation = [policy.utilisation.p10, policy.utilisation.median, policy.utilisation.p90];
+    let utilization = [policy.utilization.p10, policy.utilization.median, policy.utilization.p90];
     [
         policy.policy.name().to_owned(),
         format!("{} of {}", policy.overflow_layers, policy.layers),
         format!("{} of {}{first}", policy.overflow_steps, run.steps),
-        words::percent(policy.overflow_values, policy.values),
+        sentences::percent(policy.overflow_values, policy.values),
         match &policy.overshoot {
-            Some(q) => format!("{} / {}", brief(q.median), brief(policy.max_scaled / words::RANGE)),
+            Some(q) => format!("{} / {}", brief(q.median), brief(policy.max_scaled / sentences::RANGE)),
             None => "-".to_owned(),
         },
-        utilisation.map(|share| brief(100.0 * share)).join(" / "),
+        utilization.map(|share| brief(100.0 * share)).join(" / "),
         decibels(policy.sqnr_db),
         nats(policy.softmax_kl),
         if over && sqnr.is_some() { format!("{} / {}", decibels(sqnr), nats(kl)) } else { "-".to_owned() },
@@ -51,8 +51,8 @@ pub fn render(results: &Results) -> String {
             out.push('\n');
         }
         let run = &whole.stress;
-        let _ = writeln!(out, "{}\n", words::headline(run));
-        for (policy, verdict) in words::verdicts(run) {
+        let _ = writeln!(out, "{}\n", sentences::headline(run));
+        for (policy, verdict) in sentences::verdicts(run) {
             let _ = writeln!(out, "  {:<15}  {verdict}", policy.name());
         }
         let mut table = Table::new(HEADS);
@@ -60,7 +60,7 @@ pub fn render(results: &Results) -> String {
             table.row(cells(run, policy));
         }
         let _ = writeln!(out, "\n{}", table.left().render());
-        for paragraph in words::framing(run) {
+        for paragraph in sentences::framing(run) {
             out.push_str(&wrapped(&paragraph, "- ", 118));
         }
         #[cfg(feature = "train")]

@@ -1,19 +1,20 @@
 //! What the scenarios that train add: their options, a table of runs, sentences and loss curves.
 
-use super::args::{Args, CastKind, Choice, Fp8};
+use super::args::{Args, Choice};
 use super::chart::{Curve, Frame, curves, legend};
 use super::outcome::Run;
-use super::words::{RANGE, mode_name, rows};
+use super::sentences::{RANGE, mode_name, rows};
 use crate::html::{Figure, Page};
 use crate::progress;
 use crate::svg::Axis;
 use crate::table::{Table, brief, wrapped};
 use sigmascale::attention::Cast;
 use sigmascale::bound::Tail;
-use sigmascale::policy::{PolicyKind, Tensor};
+use sigmascale::fp8::{Format, OnOverflow};
+use sigmascale::policy::{PolicyKind, ScaledTensor};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Scenario, StressOptions, StressResult};
-use sigmascale_lab::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
+use sigmascale_lab::train::{Arm, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
 
 /// Heads of [`cells`].
 const HEADS: [&str; 9] = [
@@ -30,13 +31,13 @@ const HEADS: [&str; 9] = [
 
 /// The scenarios that the arguments ask for.
 pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
-    let kind = args.model.as_deref().and_then(ModelKind::of);
+    let kind = args.model.as_deref().and_then(|name| name.parse::<ModelKind>().ok());
     let kind =
         kind.ok_or_else(|| Error::argument("the models that are trained are tiny-llama-train and tiny-gpt2-train"))?;
     let base = LabOptions::new(kind);
     let scenarios: &[Scenario] = match args.scenario() {
-        Choice::Resume => &[Scenario::Resume],
-        Choice::LrSpike => &[Scenario::LrSpike],
+        Choice::One(Scenario::Resume) => &[Scenario::Resume],
+        Choice::One(Scenario::LrSpike) => &[Scenario::LrSpike],
         _ => &[Scenario::Resume, Scenario::LrSpike],
     };
     let mut runs = Vec::new();
@@ -56,21 +57,17 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
                 seed: options.seed,
                 tail: Tail { delta: options.delta, ..base.train.tail },
                 seq_len: args.seq_len.unwrap_or(base.train.seq_len),
-                operands: match args.fp8.unwrap_or(Fp8::E4m3) {
-                    Fp8::E4m3 => Cast::E4m3,
-                    Fp8::E5m2 => Cast::E5m2,
-                    Fp8::E4m3Ieee => Cast::E4m3Ieee,
+                operands: match args.fp8.unwrap_or(Format::E4m3) {
+                    Format::E4m3 => Cast::E4m3,
+                    Format::E5m2 => Cast::E5m2,
+                    Format::E4m3Ieee => Cast::E4m3Ieee,
                 },
                 stochastic: args.stochastic,
                 ..base.train
             },
             mode: options.mode,
             policies: options.policies.clone(),
-            casts: match args.casts.unwrap_or(CastKind::Both) {
-                CastKind::Saturating => vec![Casts::Saturating],
-                CastKind::Nan => vec![Casts::Nan],
-                CastKind::Both => Casts::ALL.to_vec(),
-            },
+            casts: args.casts.map_or_else(|| OnOverflow::ALL.to_vec(), |casts| vec![casts]),
             transition: Some(transition),
             after,
             ..base.clone()
@@ -143,7 +140,7 @@ pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
     let known = std::iter::once(None).chain(run.policies.iter().map(|policy| Some(policy.policy)));
     page.raw(&legend(&known.collect::<Vec<_>>()));
     let mut figures: Vec<Figure> =
-        Casts::ALL.into_iter().flat_map(|casts| loss_figures(run, training, casts)).collect();
+        OnOverflow::ALL.into_iter().flat_map(|casts| loss_figures(run, training, casts)).collect();
     figures.push(overflow_figure(run, training));
     page.figures(&figures);
     page.end_section();
@@ -151,7 +148,7 @@ pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
 
 /// Loss curves of the runs with one kind of casts: as they are, and beside the control's, since runs differ by far less
 /// than steps do.
-fn loss_figures(run: &StressResult, training: &Training, casts: Casts) -> Vec<Figure> {
+fn loss_figures(run: &StressResult, training: &Training, casts: OnOverflow) -> Vec<Figure> {
     let drawn: Vec<&TrainRun> =
         training.runs.iter().filter(|run| run.casts == casts && primary(training, run)).collect();
     let Some(control) = drawn.iter().find(|run| run.policy.is_none()).filter(|_| drawn.len() > 1) else {
@@ -329,11 +326,11 @@ fn peaks(training: &Training) -> Option<String> {
     if training.peaks.is_empty() {
         return None;
     }
-    let one = |tensor: Tensor| {
+    let one = |tensor: ScaledTensor| {
         let peak = training.peaks.iter().find(|peak| peak.tensor == tensor)?;
         Some(format!("{} {} (layer {}, step {})", tensor.name(), brief(peak.max_scaled), peak.layer, peak.step))
     };
-    let all: Vec<String> = Tensor::ALL.into_iter().filter_map(one).collect();
+    let all: Vec<String> = ScaledTensor::ALL.into_iter().filter_map(one).collect();
     Some(format!(
         "Largest |x / descale| under the worst-case bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
         all.join(", ")

@@ -180,11 +180,11 @@ fn checkpoint_load(layers: usize) -> Result<()> {
     );
     println!("8064 by construction. `as paper` is sigma of the summed raw matrix and the constant of Table 8.\n");
     println!("                   printed                    | ours");
-    println!("model        delayed         theirs           | delayed         as paper        certain");
+    println!("model        delayed         theirs           | delayed         as paper        worst");
     for printed in &PRINTED {
         let result = stress(printed.name, Scenario::CheckpointLoad, layers)?;
         let (over, scaled) = largest(&result, PolicyKind::DelayedPaper);
-        let (over_certain, certain) = largest(&result, PolicyKind::Geometry);
+        let (over_worst, worst) = largest(&result, PolicyKind::Geometry);
         let paper = as_paper_of(printed, layers)?;
         let rows = result.trace.iter().filter(|row| row.policy == PolicyKind::Geometry);
         let of_paper: Vec<f64> = rows.map(|row| row.max_logit / paper[row.layer].0).collect();
@@ -198,7 +198,7 @@ fn checkpoint_load(layers: usize) -> Result<()> {
             cell(0, printed.layers, printed.theirs),
             cell(over, layers, scaled),
             cell(paper_over, layers, paper_largest),
-            cell(over_certain, layers, certain)
+            cell(over_worst, layers, worst)
         );
     }
     Ok(())
@@ -235,9 +235,9 @@ fn figure_2() -> Result<()> {
     println!("\nFigure 2: all attention weights times 4 at step 10, GPT-2 XL\n");
     println!("printed: their scale 5.8 -> 93.8 at step 10, largest scaled logit below 85; delayed above 6500");
     println!("ours, one layer of random weights, mode logit:");
-    println!("step  max |logit|  delayed: scale, scaled      as paper: scale, scaled   certain: scale, scaled");
+    println!("step  max |logit|  delayed: scale, scaled      as paper: scale, scaled   worst case: scale, scaled");
     for step in [8, 9, 10, 11, 12] {
-        let (Some(delayed), Some(certain)) = (row(PolicyKind::DelayedPaper, step), row(PolicyKind::Geometry, step))
+        let (Some(delayed), Some(worst)) = (row(PolicyKind::DelayedPaper, step), row(PolicyKind::Geometry, step))
         else {
             continue;
         };
@@ -250,8 +250,8 @@ fn figure_2() -> Result<()> {
             delayed.max_scaled,
             scale,
             delayed.max_logit / scale,
-            certain.descale,
-            certain.max_scaled
+            worst.descale,
+            worst.max_scaled
         );
     }
     Ok(())

@@ -78,7 +78,7 @@ fn overflows(run: &Run) -> usize {
     run.records.iter().map(over).sum()
 }
 
-fn utilisation(run: &Run) -> Quantiles {
+fn utilization(run: &Run) -> Quantiles {
     let late = run.records.iter().skip(STEPS / 2).flat_map(|record| &record.observed);
     Quantiles::of(&mut late.map(|o| o.row.max_scaled / 448.0).collect::<Vec<_>>())
 }
@@ -121,12 +121,12 @@ fn tables(model: ModelKind, runs: &[Run]) {
             (None, None) => "f32".to_owned(),
         };
         let util = match run.policy {
-            Some(_) => format!("{:.1} %", 100.0 * utilisation(run).median),
+            Some(_) => format!("{:.1} %", 100.0 * utilization(run).median),
             None => "-".into(),
         };
         println!("{name:<14} {left:<37} | {:.4} {} {util}", run.held_out, overflows(run));
     }
-    println!("\nTable 10: utilisation, median (P10, P90)\n");
+    println!("\nTable 10: utilization, median (P10, P90)\n");
     println!("method         printed                     | ours, second half of the run");
     for run in runs {
         let Some(policy) = run.policy else { continue };
@@ -136,7 +136,7 @@ fn tables(model: ModelKind, runs: &[Run]) {
             format!("{median} % ({p10} %, {p90} %)")
         });
         let name = printed.map_or(policy.name(), |p| p.name);
-        println!("{name:<14} {left:<27} | {}", percent(&utilisation(run)));
+        println!("{name:<14} {left:<27} | {}", percent(&utilization(run)));
         if !run.as_paper.is_empty() {
             println!("{:<14} {:<27} | {}", "  as paper", "", percent(&Quantiles::of(&mut run.as_paper.clone())));
         }
@@ -178,7 +178,7 @@ fn overhead() -> Result<()> {
         "Llama-2-70B 206.3 -> 215.0. Ours: this machine's CPU, small models, weights new at every pass. The share of"
     );
     println!("the norms is largest where the model is smallest; benches/records has the GPU's.\n");
-    println!("model             attention  delayed  + as paper (one power step)  + certain (exact Grams)");
+    println!("model             attention  delayed  + as paper (one power step)  + worst case (exact Grams)");
     for model in ModelKind::ALL {
         let forward = |policy: PolicyKind| -> Result<f64> {
             let options = TrainOptions { compare: false, ..TrainOptions::new(model, Some(policy.into())) };
@@ -204,10 +204,10 @@ fn overhead() -> Result<()> {
             Ok(())
         })?;
         let delayed = forward(PolicyKind::DelayedPaper)? - bounds;
-        let certain = forward(PolicyKind::Geometry)?;
+        let worst = forward(PolicyKind::Geometry)?;
         let attention = if spec.layers[0].group() == 1 { "MHA" } else { "GQA 2:1" };
         let over = |with: f64| format!("{with:.2} ({:+.1} %)", 100.0 * (with / delayed - 1.0));
-        println!("{:<17} {attention:<9} {delayed:>8.2}  {:<28} {}", model.name(), over(delayed + power), over(certain));
+        println!("{:<17} {attention:<9} {delayed:>8.2}  {:<28} {}", model.name(), over(delayed + power), over(worst));
     }
     Ok(())
 }

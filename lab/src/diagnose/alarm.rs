@@ -2,67 +2,36 @@
 
 use serde::Serialize;
 
-/// What an alarm is about, causes before their consequences.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum AlarmKind {
-    /// Delta has an error of one sign.
-    DeltaBias,
-    /// More and more rows reach their maximum at several keys.
-    RepeatedMaxima,
-    /// Values of Q, K or V leave the FP8 range.
-    Saturation,
-    /// The updates of a head's W_Q point in one direction, so that its norm grows nearly as fast as the rate allows.
-    Growth,
-    /// The largest logit reached the limit.
-    LogitLimit,
-    /// A logit above its certified bound.
-    BoundExceeded,
-    /// A head attends to one key per row.
-    EntropyCollapse,
-    /// The loss scale keeps falling.
-    LossScale,
-    /// The optimizer skips many steps.
-    SkippedSteps,
-    /// The loss is above its running median.
-    LossSpike,
-    /// The loss is NaN or infinite.
-    NonFiniteLoss,
+sigmascale::named! {
+    /// What an alarm is about, causes before their consequences.
+    #[derive(PartialOrd, Ord)]
+    pub enum AlarmKind is "alarm" {
+        /// Delta has an error of one sign.
+        DeltaBias = "delta-bias",
+        /// More and more rows reach their maximum at several keys.
+        RepeatedMaxima = "repeated-maxima",
+        /// Values of Q, K or V leave the FP8 range.
+        Saturation = "saturation",
+        /// The updates of a head's W_Q point in one direction, so that its norm grows nearly as fast as the rate allows.
+        Growth = "growth",
+        /// The largest logit reached the limit.
+        LogitLimit = "logit-limit",
+        /// A logit above its certified bound.
+        BoundExceeded = "bound-exceeded",
+        /// A head attends to one key per row.
+        EntropyCollapse = "entropy-collapse",
+        /// The loss scale keeps falling.
+        LossScale = "loss-scale",
+        /// The optimizer skips many steps.
+        SkippedSteps = "skipped-steps",
+        /// The loss is above its running median.
+        LossSpike = "loss-spike",
+        /// The loss is NaN or infinite.
+        NonFiniteLoss = "non-finite-loss",
+    }
 }
 
 impl AlarmKind {
-    /// Every kind.
-    pub const ALL: [Self; 11] = [
-        Self::DeltaBias,
-        Self::RepeatedMaxima,
-        Self::Saturation,
-        Self::Growth,
-        Self::LogitLimit,
-        Self::BoundExceeded,
-        Self::EntropyCollapse,
-        Self::LossScale,
-        Self::SkippedSteps,
-        Self::LossSpike,
-        Self::NonFiniteLoss,
-    ];
-
-    /// Its name in records.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::DeltaBias => "delta-bias",
-            Self::RepeatedMaxima => "repeated-maxima",
-            Self::Saturation => "saturation",
-            Self::Growth => "growth",
-            Self::LogitLimit => "logit-limit",
-            Self::BoundExceeded => "bound-exceeded",
-            Self::EntropyCollapse => "entropy-collapse",
-            Self::LossScale => "loss-scale",
-            Self::SkippedSteps => "skipped-steps",
-            Self::LossSpike => "loss-spike",
-            Self::NonFiniteLoss => "non-finite-loss",
-        }
-    }
-
     /// Where the quantity and its meaning come from.
     pub fn source(self) -> &'static str {
         match self {

@@ -7,7 +7,7 @@ use super::loss::LossWatch;
 use super::options::Options;
 use super::training::Training;
 use super::trend::{Signs, Turn};
-use crate::history::{Event, FORMAT, LayerRecord, Operands, Record, RunInfo, StepRecord, later};
+use crate::history::{Event, FORMAT, LayerRecord, OperandFormat, Record, RunInfo, StepRecord, later};
 use sigmascale::{Error, Result};
 
 /// Fewest points of the growth of W_Q.
@@ -117,7 +117,7 @@ impl Alarms {
 
     /// Largest |logit| that is still normal in a layer, by its place in the run.
     pub(super) fn logit_limit(&self, layer: usize) -> f64 {
-        self.options.logit_limit * self.run.layers[layer].operands.map_or(1.0, Operands::resolution)
+        self.options.logit_limit * self.run.layers[layer].operands.map_or(1.0, OperandFormat::resolution)
     }
 
     /// The watch of a head, by the layer's place in the run.

@@ -22,7 +22,7 @@ pub struct Diagnosis {
     /// What wrote the record: `monitor`, `lab` or `checkpoints`.
     pub source: String,
     /// Whether any alarm was raised.
-    pub verdict: Verdict,
+    pub verdict: RunVerdict,
     /// First step of the record.
     pub first_step: Option<u64>,
     /// Last step of the record.
@@ -47,7 +47,7 @@ pub struct Diagnosis {
 /// Whether any alarm was raised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
+pub enum RunVerdict {
     /// None.
     Calm,
     /// At least one, even if it was cleared.
@@ -156,7 +156,7 @@ impl Diagnosis {
         Ok(Self {
             name: run.name.clone(),
             source: run.source.clone(),
-            verdict: if alarms.raised().is_empty() { Verdict::Calm } else { Verdict::Alarm },
+            verdict: if alarms.raised().is_empty() { RunVerdict::Calm } else { RunVerdict::Alarm },
             first_step,
             last_step,
             advice: alarms.advice(),

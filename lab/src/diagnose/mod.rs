@@ -21,7 +21,7 @@ pub use advice::Advice;
 pub use alarm::{Alarm, AlarmKind};
 pub use alarms::Alarms;
 pub use checkpoints::read_checkpoints;
-pub use diagnosis::{Diagnosis, HeadReport, LOSS_RISE, LOSS_WINDOW, Span, Verdict, loss_shows};
+pub use diagnosis::{Diagnosis, HeadReport, LOSS_RISE, LOSS_WINDOW, RunVerdict, Span, loss_shows};
 pub use options::Options;
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use sigmascale::{Error, Result};
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
     /// Largest |logit| that is still normal where Q and K are in BF16 or FP8; in F16 and f32 it is as much larger as
-    /// these are finer ([`Operands::resolution`](crate::history::Operands::resolution)).
+    /// these are finer ([`OperandFormat::resolution`](crate::history::OperandFormat::resolution)).
     pub logit_limit: f64,
     /// Records of a layer over which growth is estimated and medians are taken.
     pub window: usize,

@@ -1,7 +1,7 @@
 //! Planted failures: each kind is raised on one record and not on its calm twin; and what holds for any record.
 
 use super::*;
-use crate::history::{FORMAT, LayerInfo, LayerRecord, Operands, Record, RunInfo, StepRecord};
+use crate::history::{FORMAT, LayerInfo, LayerRecord, OperandFormat, Record, RunInfo, StepRecord};
 use proptest::prelude::*;
 
 const HEADS: usize = 2;
@@ -105,7 +105,7 @@ fn each_planted_failure_raises_its_kind_and_its_calm_twin_nothing() {
         let calm = Diagnosis::new(run(), &planted(kind, false), Options::default()).unwrap();
         assert_eq!(
             (calm.verdict, calm.alarms.len(), calm.advice.len()),
-            (Verdict::Calm, 0, 0),
+            (RunVerdict::Calm, 0, 0),
             "{kind:?}: {:?}",
             calm.alarms
         );
@@ -119,7 +119,7 @@ fn each_planted_failure_raises_its_kind_and_its_calm_twin_nothing() {
         // A test of signs may start before it.
         assert!((300..=560).contains(&first.since) && first.raised >= first.since, "{first:?}");
         assert!(first.raised <= 800, "{first:?}");
-        assert!(failed.advice[0].kind == kind && failed.verdict == Verdict::Alarm);
+        assert!(failed.advice[0].kind == kind && failed.verdict == RunVerdict::Alarm);
     }
 }
 
@@ -163,10 +163,10 @@ fn the_lead_counts_from_the_first_alarm_of_the_head() {
 fn the_limit_of_logits_is_that_of_their_format() {
     for (operands, limit) in [
         (None, 1000.0),
-        (Some(Operands::Fp8), 1000.0),
-        (Some(Operands::Bf16), 1000.0),
-        (Some(Operands::F16), 8000.0),
-        (Some(Operands::F32), 65_536_000.0),
+        (Some(OperandFormat::Fp8), 1000.0),
+        (Some(OperandFormat::Bf16), 1000.0),
+        (Some(OperandFormat::F16), 8000.0),
+        (Some(OperandFormat::F32), 65_536_000.0),
     ] {
         let mut run = run();
         run.layers.iter_mut().for_each(|layer| layer.operands = operands);
@@ -174,7 +174,7 @@ fn the_limit_of_logits_is_that_of_their_format() {
             let layer = |_| LayerRecord { logit_max: beside(logit, logit), ..LayerRecord::default() };
             Diagnosis::new(run.clone(), &record(100, calm_step, layer), Options::default()).unwrap()
         };
-        assert_eq!(of(0.99 * limit).verdict, Verdict::Calm, "{operands:?}");
+        assert_eq!(of(0.99 * limit).verdict, RunVerdict::Calm, "{operands:?}");
         assert_eq!(of(limit).first.unwrap().limit, limit, "{operands:?}");
         // The same root of the logit, as a share of the limit, is reached at the same step.
         let grows = |step: u64| limit * (step as f64 / 200.0).powi(2);
@@ -190,7 +190,7 @@ fn other_weights_in_the_run_are_no_growth() {
     let jump =
         |step: u64| LayerRecord { w_q: beside(4.0, if step >= 500 { 9.0 } else { 4.0 }), ..LayerRecord::default() };
     let diagnosis = Diagnosis::new(run(), &record(1000, calm_step, jump), Options::default()).unwrap();
-    assert_eq!(diagnosis.verdict, Verdict::Calm, "{:?}", diagnosis.alarms);
+    assert_eq!(diagnosis.verdict, RunVerdict::Calm, "{:?}", diagnosis.alarms);
 }
 
 #[test]
@@ -374,5 +374,5 @@ fn a_run_that_goes_on_from_an_earlier_step_does_not_show_a_failure_by_its_higher
         _ => false,
     }));
     let diagnosis = Diagnosis::new(run(), &records, Options::default()).unwrap();
-    assert_eq!((diagnosis.verdict, diagnosis.loss_shows), (Verdict::Calm, None));
+    assert_eq!((diagnosis.verdict, diagnosis.loss_shows), (RunVerdict::Calm, None));
 }

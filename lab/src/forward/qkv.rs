@@ -63,7 +63,7 @@ impl Tokens {
         Ok(Self { values, d_model: d })
     }
 
-    /// One token a column.
+    /// One token per column.
     pub(super) fn into_columns(self) -> DMatrix<f32> {
         DMatrix::from_vec(self.d_model, self.values.len() / self.d_model, self.values)
     }
@@ -191,7 +191,7 @@ fn stored_gain(stored: f64, form: GainForm) -> f64 {
     }
 }
 
-/// The projections' input, one token a column.
+/// The projections' input, one token per column.
 pub(super) fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<DMatrix<f32>> {
     let d = spec.d_model;
     let mut input = DMatrix::from_column_slice(d, tokens.count(), &tokens.values);
@@ -204,7 +204,7 @@ pub(super) fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &
     Ok(input)
 }
 
-/// Gain and shift of a norm, a token a column.
+/// Gain and shift of a norm, a token per column.
 pub(super) fn affine(tokens: &mut DMatrix<f32>, gain: Option<&[f64]>, form: GainForm, shift: Option<&[f64]>) {
     for mut token in tokens.column_iter_mut() {
         for (x, g) in token.iter_mut().zip(gain.into_iter().flatten()) {
@@ -243,7 +243,7 @@ fn linear(projection: &Projection<'_>, heads: usize, r: usize, input: &DMatrix<f
 /// Rows of a weight that one task multiplies.
 const ROWS: usize = 128;
 
-/// `W x` of any size, a token a column.
+/// `W x` of any size, a token per column.
 pub(super) fn product(weight: &MatrixView<'_>, input: &DMatrix<f32>) -> DMatrix<f32> {
     let rows = weight.shape().0;
     let starts: Vec<usize> = (0..rows).step_by(ROWS).collect();

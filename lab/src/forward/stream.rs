@@ -135,7 +135,7 @@ fn normalise(token: &mut [f32], centred: bool, epsilon: f64) {
     token.iter_mut().for_each(|x| *x = ((f64::from(*x) - mean) * factor) as f32);
 }
 
-/// `W x + b`, a token a column.
+/// `W x + b`, a token per column.
 fn linear(linear: &Linear<'_>, input: &DMatrix<f32>) -> Result<DMatrix<f32>> {
     let mut out = product(&linear.weight, input);
     if let Some(bias) = &linear.bias {

@@ -21,37 +21,23 @@ use sigmascale::Result;
 use sigmascale::bound::Tail;
 use sigmascale::policy::{AutoCConfig, GeometryConfig, PolicyConfig, PolicyKind};
 
-/// A parameter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Parameter {
-    /// Share of 448 that a logit bound is mapped onto.
-    Eta,
-    /// Failure probability.
-    Delta,
-    /// Tokens of a sequence.
-    SeqLen,
-    /// Safety factor of `auto-c`.
-    Kappa,
-    /// Quantile of `auto-c`.
-    Quantile,
+sigmascale::named! {
+    /// A parameter.
+    pub enum Parameter is "parameter" {
+        /// Share of 448 that a logit bound is mapped onto.
+        Eta = "eta",
+        /// Failure probability.
+        Delta = "delta",
+        /// Tokens of a sequence.
+        SeqLen = "seq-len",
+        /// Safety factor of `auto-c`.
+        Kappa = "kappa",
+        /// Quantile of `auto-c`.
+        Quantile = "quantile",
+    }
 }
 
 impl Parameter {
-    /// Every parameter.
-    pub const ALL: [Self; 5] = [Self::Eta, Self::Delta, Self::SeqLen, Self::Kappa, Self::Quantile];
-
-    /// Name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Eta => "eta",
-            Self::Delta => "delta",
-            Self::SeqLen => "seq-len",
-            Self::Kappa => "kappa",
-            Self::Quantile => "quantile",
-        }
-    }
-
     /// The values that are run.
     pub fn values(self) -> &'static [f64] {
         match self {
@@ -119,7 +105,7 @@ pub struct AblationRow {
     /// Largest |x / descale| / 448.
     pub largest: f64,
     /// |x / descale| / 448 of one head, layer and step.
-    pub utilisation: Quantiles,
+    pub utilization: Quantiles,
     /// See [`PolicySummary::sqnr_db`](super::PolicySummary::sqnr_db).
     pub sqnr_db: Option<f64>,
     /// See [`PolicySummary::softmax_kl`](super::PolicySummary::softmax_kl).
@@ -158,7 +144,7 @@ pub fn ablate(
                 overflow_values: summary.overflow_values,
                 values: summary.values,
                 largest: summary.max_scaled / 448.0,
-                utilisation: summary.utilisation,
+                utilization: summary.utilization,
                 sqnr_db: summary.sqnr_db,
                 softmax_kl: summary.softmax_kl,
             });

@@ -11,7 +11,7 @@ use sigmascale::attention::{Attention, AttentionShape, Cpu, Inputs, Precision};
 use sigmascale::bound::{E4M3_MAX, Tail};
 use sigmascale::model::AttentionSpec;
 use sigmascale::plan::{OperandDescales, ScalePlan};
-use sigmascale::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, Tensor};
+use sigmascale::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, ScaledTensor};
 use sigmascale::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
 use sigmascale::spectral::Estimator;
 
@@ -45,7 +45,7 @@ pub(crate) struct Tally {
     values: u64,
     max_scaled: f64,
     overshoot: Vec<f64>,
-    utilisation: Vec<f64>,
+    utilization: Vec<f64>,
     sqnr: Vec<f64>,
     bias: Vec<f64>,
     kl: Vec<f64>,
@@ -59,7 +59,7 @@ pub(crate) struct Seen {
     pub(super) max_scaled: f64,
     pub(super) overflow: u64,
     pub(super) values: u64,
-    pub(super) utilisation: Vec<f64>,
+    pub(super) utilization: Vec<f64>,
 }
 
 impl Tally {
@@ -67,7 +67,7 @@ impl Tally {
         self.overflow += seen.overflow;
         self.values += seen.values;
         self.max_scaled = self.max_scaled.max(seen.max_scaled);
-        self.utilisation.extend(&seen.utilisation);
+        self.utilization.extend(&seen.utilization);
         if seen.overflow > 0 {
             self.overshoot.push(seen.max_scaled / E4M3_MAX);
             self.bad_layers.push(layer);
@@ -112,7 +112,7 @@ impl Tally {
             values: self.values,
             max_scaled: self.max_scaled,
             overshoot: (!self.overshoot.is_empty()).then(|| Quantiles::of(&mut self.overshoot)),
-            utilisation: Quantiles::of(&mut self.utilisation),
+            utilization: Quantiles::of(&mut self.utilization),
             sqnr_db: quantile(&mut self.sqnr, 0.5),
             output_bias: quantile(&mut self.bias, 0.5),
             softmax_kl: quantile(&mut self.kl, 0.5),
@@ -213,11 +213,11 @@ pub(super) fn scaled(amax: f32, descale: Descale) -> f64 {
 pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
     let stats = &outcome.output.stats;
     let group = shape.n_q_heads / shape.n_kv_heads;
-    let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
+    let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilization: Vec::new() };
     let mut head = |amax: f32, descale: Option<Descale>, overflow: u64, count: u64| {
         let Some(descale) = descale else { return };
         let scaled = scaled(amax, descale);
-        seen.utilisation.push(scaled / E4M3_MAX);
+        seen.utilization.push(scaled / E4M3_MAX);
         seen.max_scaled = seen.max_scaled.max(scaled);
         seen.overflow += overflow;
         seen.values += count;
@@ -226,15 +226,15 @@ pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) ->
         let descales = tensor.descales(&outcome.plan);
         let at = |head: usize| descales.map(|row| row[head]);
         match tensor {
-            Tensor::Logit => {
+            ScaledTensor::Logit => {
                 stats.logits.iter().enumerate().for_each(|(h, x)| head(x.amax(), at(h), x.overflow, x.count));
             }
-            Tensor::Q => {
+            ScaledTensor::Q => {
                 stats.q.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h / group), x.overflow, x.count));
             }
-            Tensor::K => stats.k.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
-            Tensor::V => stats.v.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
-            Tensor::O => {
+            ScaledTensor::K => stats.k.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
+            ScaledTensor::V => stats.v.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
+            ScaledTensor::O => {
                 stats.o.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h / group), x.overflow, x.count));
             }
         }
@@ -256,12 +256,12 @@ pub(crate) fn row(
         .iter()
         .copied()
         .reduce(|a, b| if report.tensor(b).max_scaled > report.tensor(a).max_scaled { b } else { a });
-    let tensor = tensor.unwrap_or(Tensor::Logit);
+    let tensor = tensor.unwrap_or(ScaledTensor::Logit);
     TraceRow {
         step,
         policy,
         layer: outcome.plan.layer,
-        max_logit: f64::from(report.tensor(Tensor::Logit).amax),
+        max_logit: f64::from(report.tensor(ScaledTensor::Logit).amax),
         descale: largest_descale(tensor, &outcome.plan).unwrap_or(1.0),
         max_scaled: seen.max_scaled,
         overflow: seen.overflow,

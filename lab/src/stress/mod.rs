@@ -50,7 +50,8 @@ pub use ablate::{AblationRow, Parameter, ablate};
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
 pub use low_precision::{
-    Arithmetic, LowPrecisionOptions, LowPrecisionRun, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts,
+    Arithmetic, LowPrecisionOptions, LowPrecisionRun, LowPrecisionSummary, Remedy, RemedyVerdict, low_precision,
+    verdicts,
 };
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};

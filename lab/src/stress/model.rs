@@ -21,13 +21,13 @@ pub struct StressModel {
 
 enum Source {
     Synthetic(Box<SyntheticModel>),
-    /// A path of training: one checkpoint, or one a step.
+    /// A path of training: one checkpoint, or one per step.
     Checkpoints(Vec<Checkpoint>),
 }
 
 impl StressModel {
     /// Random weights in the shape of `spec`. The raw summed norm of each layer follows the paper's Table 6 where it has
-    /// this model; one constant norm gain a layer brings the largest |logit| of its first tokens to 20; biases are zero.
+    /// this model; one constant norm gain per layer brings the largest |logit| of its first tokens to 20; biases are zero.
     ///
     /// # Errors
     /// As [`SyntheticModel::new`].

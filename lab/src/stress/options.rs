@@ -1,10 +1,9 @@
 //! The scenarios, and the options of a run.
 
 use super::tokens::TokenFile;
-use serde::Serialize;
 use sigmascale::attention::Precision;
 use sigmascale::bound::Tail;
-use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind, Tensor};
+use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind, ScaledTensor};
 use sigmascale::{Error, Result};
 
 /// Steps of the scenarios that have more than one.
@@ -15,37 +14,25 @@ pub const SPIKE_STEP: usize = 10;
 pub const SPIKE: f32 = 4.0;
 /// Growth of the weights a step of `refit`.
 const REFIT_GROWTH: f32 = 1.05;
-/// What happens to the weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scenario {
-    /// A trained model under policies that know nothing.
-    CheckpointLoad,
-    /// Weights and biases times 4.
-    WeightSpike,
-    /// New weights at every step.
-    Refit,
-    /// Recorded amax.
-    Replay,
-    /// Training that stops and goes on from its weights (feature `train`).
-    Resume,
-    /// Training under a learning-rate spike (feature `train`).
-    LrSpike,
+sigmascale::named! {
+    /// What happens to the weights.
+    pub enum Scenario is "scenario" {
+        /// A trained model is loaded; no policy has a history.
+        CheckpointLoad = "checkpoint-load",
+        /// Weights and biases of q, k and v grow by a factor of 4 at step 10.
+        WeightSpike = "weight-spike",
+        /// New weights at every step: those of later checkpoints, or growth by 5 %.
+        Refit = "refit",
+        /// Recorded maxima, through the policies that need no weights.
+        Replay = "replay",
+        /// Training stops and resumes (cargo feature `train`).
+        Resume = "resume",
+        /// Training under a learning-rate spike (cargo feature `train`).
+        LrSpike = "lr-spike",
+    }
 }
 
 impl Scenario {
-    /// Name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::CheckpointLoad => "checkpoint-load",
-            Self::WeightSpike => "weight-spike",
-            Self::Refit => "refit",
-            Self::Replay => "replay",
-            Self::Resume => "resume",
-            Self::LrSpike => "lr-spike",
-        }
-    }
-
     /// Steps by default.
     pub fn steps(self) -> usize {
         if self == Self::CheckpointLoad { 1 } else { STEPS }
@@ -61,15 +48,14 @@ impl Scenario {
     }
 }
 
-/// What is cast to E4M3.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// The logits alone (the paper's).
-    #[default]
-    Logit,
-    /// q, k, v and P (fused kernels).
-    Operands,
+sigmascale::named! {
+    /// What is cast to E4M3.
+    pub enum Mode is "mode" default Operands {
+        /// Only the logits, as in the paper.
+        Logit = "logit",
+        /// q, k, v and P, as fused kernels do.
+        Operands = "operands",
+    }
 }
 
 impl Mode {
@@ -81,10 +67,10 @@ impl Mode {
     }
 
     /// The tensors whose overflow counts.
-    pub(super) fn tensors(self) -> &'static [Tensor] {
+    pub(super) fn tensors(self) -> &'static [ScaledTensor] {
         match self {
-            Self::Logit => &[Tensor::Logit],
-            Self::Operands => &[Tensor::Q, Tensor::K, Tensor::V],
+            Self::Logit => &[ScaledTensor::Logit],
+            Self::Operands => &[ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V],
         }
     }
 }

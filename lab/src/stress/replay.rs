@@ -9,7 +9,7 @@ use super::options::{Mode, Scenario, StressOptions, check_policies};
 use super::result::{PlanDescales, PolicySummary, StressResult, TraceRow, Unavailable, largest_descale};
 use serde::Deserialize;
 use sigmascale::bound::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
-use sigmascale::policy::{PolicyKind, PolicyShape, Tensor};
+use sigmascale::policy::{PolicyKind, PolicyShape, ScaledTensor};
 use sigmascale::stats::{CastStats, LogitStats, StepStats};
 use sigmascale::{Error, Result};
 use std::path::Path;
@@ -34,7 +34,7 @@ pub struct Trace {
     pub lr_spike: Vec<ReplayStep>,
 }
 
-/// One recorded step; every row has one value a layer.
+/// One recorded step; every row has one value per layer.
 #[derive(Clone, Debug, Deserialize)]
 pub struct ReplayStep {
     /// amax of q.
@@ -120,8 +120,8 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                 let plan = policy.plan(&bounds, Some(&stats))?;
                 let report = policy.observe(&plan, &bounds, &stats)?;
                 let tensors = mode.tensors().iter().map(|tensor| report.tensor(*tensor));
-                let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
-                let mut worst = Tensor::Logit;
+                let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilization: Vec::new() };
+                let mut worst = ScaledTensor::Logit;
                 for tensor in tensors {
                     let Some(descale) = tensor.tensor.descales(&plan).and_then(|row| row.first()) else { continue };
                     let scaled = scaled(tensor.amax, *descale);
@@ -130,7 +130,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                     }
                     seen.overflow += u64::from(scaled > E4M3_MAX);
                     seen.values += 1;
-                    seen.utilisation.push(scaled / E4M3_MAX);
+                    seen.utilization.push(scaled / E4M3_MAX);
                 }
                 tally.add(layer, step, &seen);
                 rows.push(TraceRow {

@@ -6,7 +6,7 @@ use super::tokens::TokenSummary;
 use serde::Serialize;
 use sigmascale::bound::Tail;
 use sigmascale::plan::ScalePlan;
-use sigmascale::policy::{PolicyConfig, PolicyKind, Slack, Tensor};
+use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor, Slack};
 use sigmascale::{Error, Result};
 
 /// Result of a run; serialises to the JSON of `sigmascale stress`.
@@ -38,11 +38,11 @@ pub struct StressResult {
     pub parameters: Vec<PolicyConfig>,
     /// What a reader has to know: how the model was made, what was assumed.
     pub notes: Vec<String>,
-    /// One entry a policy.
+    /// One entry per policy.
     pub policies: Vec<PolicySummary>,
     /// Policies that cannot plan for this model.
     pub unavailable: Vec<Unavailable>,
-    /// One entry a step, policy and layer, in this order.
+    /// One entry per step, policy and layer, in this order.
     pub trace: Vec<TraceRow>,
 }
 
@@ -77,7 +77,7 @@ pub struct PolicySummary {
     /// Largest |x / descale| / 448 of the layers and steps that overflowed; null without overflow.
     pub overshoot: Option<Quantiles>,
     /// |x / descale| / 448 of one head, layer and step.
-    pub utilisation: Quantiles,
+    pub utilization: Quantiles,
     /// Signal to quantisation noise of the attention output, dB: median over layers and steps. Null if nothing was
     /// computed or the output is exact.
     pub sqnr_db: Option<f64>,
@@ -88,10 +88,10 @@ pub struct PolicySummary {
     pub output_bias: Option<f64>,
     /// KL divergence (nats) of softmax rows from the f32 softmax: median over layers and steps of the mean row.
     pub softmax_kl: Option<f64>,
-    /// Of `auto-c`: certain bound over observed maximum during the burn-in, of the tensors that are cast.
+    /// Of `auto-c`: worst-case bound over observed maximum during the burn-in, of the tensors that are cast.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub slack: Vec<TensorSlack>,
-    /// Times that a frozen `auto-c` went back to the certain bound.
+    /// Times that a frozen `auto-c` went back to the worst-case bound.
     pub fallbacks: usize,
     /// What the policy assumes.
     pub assumption: Option<&'static str>,
@@ -101,7 +101,7 @@ pub struct PolicySummary {
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct TensorSlack {
     /// Which.
-    pub tensor: Tensor,
+    pub tensor: ScaledTensor,
     /// Over heads, layers and steps.
     #[serde(flatten)]
     pub slack: Slack,
@@ -125,7 +125,7 @@ pub struct TraceRow {
     /// Values that overflowed.
     pub overflow: u64,
     /// The cast tensor that came closest to overflow.
-    pub tensor: Tensor,
+    pub tensor: ScaledTensor,
     /// Those of every tensor, whether cast or not.
     #[serde(flatten)]
     pub descales: PlanDescales,
@@ -153,12 +153,13 @@ pub struct PlanDescales {
 impl PlanDescales {
     pub(super) fn of(plan: &ScalePlan) -> Self {
         let [logit_descale, q_descale, k_descale, v_descale] =
-            [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V].map(|tensor| largest_descale(tensor, plan));
+            [ScaledTensor::Logit, ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V]
+                .map(|tensor| largest_descale(tensor, plan));
         Self { logit_descale, q_descale, k_descale, v_descale }
     }
 }
 
-pub(super) fn largest_descale(tensor: Tensor, plan: &ScalePlan) -> Option<f64> {
+pub(super) fn largest_descale(tensor: ScaledTensor, plan: &ScalePlan) -> Option<f64> {
     tensor.descales(plan).map(|row| f64::from(ScalePlan::per_tensor(row).get()))
 }
 

@@ -80,7 +80,7 @@ pub fn run_with_progress(
         ));
     }
     let stage = BoundStage::open(options.bounds_on_gpu)?;
-    // One sequence a step: delta is that of the whole run.
+    // One sequence per step: delta is that of the whole run.
     let tail = Tail { delta: options.delta, seq_len: options.seq_len, batch: 1, steps };
     let mut lab = Lab::new(spec, options, &policies, tail)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());
@@ -111,9 +111,6 @@ pub fn run_with_progress(
     if options.bounds_on_gpu {
         notes.push("bounds come from the scale engine on the GPU; attention runs on the CPU".into());
     }
-    if layers < spec.layers.len() {
-        notes.push(format!("the first {layers} of {} layers", spec.layers.len()));
-    }
     let windowed =
         spec.layers[..layers].iter().filter(|own| own.window.is_some_and(|keys| keys < options.seq_len)).count();
     if windowed > 0 {
@@ -123,7 +120,7 @@ pub fn run_with_progress(
         notes.push("the sinks of the softmax are zero".into());
     }
     if recorded.is_some() {
-        notes.push(format!("weights of {}, one a step", model.path_names().join(", ")));
+        notes.push(format!("weights of {}, one per step", model.path_names().join(", ")));
     }
     if scenario == Scenario::WeightSpike && steps <= SPIKE_STEP {
         notes.push(format!("the run ends before step {SPIKE_STEP}, at which the weights would have grown"));

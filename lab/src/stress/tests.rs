@@ -4,7 +4,7 @@ use super::*;
 use sigmascale::Descale;
 use sigmascale::attention::AttentionShape;
 use sigmascale::model::{Temperature, preset};
-use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind, Pooling, Tensor};
+use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind, Pooling, ScaledTensor};
 use sigmascale::runtime::StepOutcome;
 
 /// A few small layers of a preset.
@@ -46,7 +46,7 @@ fn at_a_checkpoint_load_the_papers_delayed_overflows_everywhere_and_geometry_now
             assert!(summary.sqnr_db.unwrap() > delayed.sqnr_db.unwrap() + 5.0, "{name} {kind}");
             assert!(summary.softmax_kl.unwrap() < delayed.softmax_kl.unwrap(), "{name} {kind}");
         }
-        assert!(of(&result, PolicyKind::Current).utilisation.p90 > 0.9);
+        assert!(of(&result, PolicyKind::Current).utilization.p90 > 0.9);
         assert!(of(&result, PolicyKind::GeometryCStar).assumption.is_some());
     }
 }
@@ -84,7 +84,7 @@ fn a_spike_moves_geometry_in_the_same_step_and_delayed_one_later() {
     // Burn-in is over after 3 of 14 steps: the frozen constant moves with the bound.
     assert_eq!(result.auto_c_burn_in, 3);
     let auto = of(&result, PolicyKind::AutoC);
-    assert!(auto.utilisation.median > 2.0 * of(&result, PolicyKind::Geometry).utilisation.median);
+    assert!(auto.utilization.median > 2.0 * of(&result, PolicyKind::Geometry).utilization.median);
     assert_eq!((auto.overflow_values, auto.fallbacks), (0, 0));
 }
 
@@ -164,7 +164,7 @@ fn the_json_has_the_keys_that_scripts_read() {
         assert!(policy[key].is_number(), "{key}");
     }
     for key in ["p10", "median", "p90"] {
-        assert!(policy["utilisation"][key].is_number(), "{key}");
+        assert!(policy["utilization"][key].is_number(), "{key}");
     }
     let row = json["trace"][0].as_object().unwrap();
     assert_eq!(row["policy"], "geometry");
@@ -283,7 +283,7 @@ fn a_replay_counts_tensors() {
 }
 
 #[test]
-fn utilisation_uses_the_descale_of_each_heads_group() {
+fn utilization_uses_the_descale_of_each_heads_group() {
     use sigmascale::policy::PolicyShape;
     use sigmascale::stats::{CastStats, LogitStats, StepStats};
     let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 1, d_head: 16, d_v: 16 };
@@ -312,8 +312,8 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
     let output = sigmascale::attention::AttentionOutput { out: vec![], lse: vec![], stats };
     let outcome = StepOutcome { plan, output, report, recomputed: false };
     let seen = look(Mode::Operands, &shape, &outcome);
-    assert_eq!(seen.utilisation, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
+    assert_eq!(seen.utilization, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
     assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));
     let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, &Quality::default());
-    assert_eq!((row.tensor, row.descale, row.max_scaled), (Tensor::V, 2.0, 896.0));
+    assert_eq!((row.tensor, row.descale, row.max_scaled), (ScaledTensor::V, 2.0, 896.0));
 }

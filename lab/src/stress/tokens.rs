@@ -180,7 +180,7 @@ pub(super) enum Source<'a> {
 /// The residual streams of all steps, between two layers.
 pub(super) struct Text<'a> {
     streams: Vec<Stream>,
-    /// One a step along a recorded path, one for all otherwise.
+    /// One per step along a recorded path, one for all otherwise.
     bodies: Vec<Body<'a>>,
     summary: TokenSummary,
 }

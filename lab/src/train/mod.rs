@@ -45,39 +45,7 @@ pub use scenario::{Arm, LabOptions, Peak, Spread, TrainResult, TrainRun, Trainin
 pub use state::TrainState;
 pub use trainer::{Observed, StepRecord, Trainer};
 
-use serde::Serialize;
 use sigmascale::Error;
-use sigmascale::fp8::OnOverflow;
-
-/// What an E4M3 cast makes of a value out of range.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Casts {
-    /// 448 with its sign.
-    Saturating,
-    /// NaN.
-    Nan,
-}
-
-impl Casts {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Saturating, Self::Nan];
-
-    /// Name in tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Saturating => "saturating",
-            Self::Nan => "NaN",
-        }
-    }
-
-    fn on_overflow(self) -> OnOverflow {
-        match self {
-            Self::Saturating => OnOverflow::Saturate,
-            Self::Nan => OnOverflow::NonFinite,
-        }
-    }
-}
 
 /// An error of candle's graph as this crate's. Not a `From`: a second one would make `?` ambiguous in closures of other
 /// modules.

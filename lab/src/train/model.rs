@@ -17,7 +17,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::tensor::TensorView;
-use serde::{Deserialize, Serialize};
+
 use sigmascale::model::{AttentionSpec, Checkpoint, LayerWeights, Projection};
 use sigmascale::tensor::{Dtype, MatrixView};
 use sigmascale::{Error, Result};
@@ -46,34 +46,17 @@ const THETA: f64 = 10_000.0;
 /// Standard deviation of the embeddings at the start.
 const EMBEDDING: f32 = 0.1;
 
-/// Which model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ModelKind {
-    /// `tiny-llama-train`.
-    #[serde(rename = "tiny-llama-train")]
-    Llama,
-    /// `tiny-gpt2-train`.
-    #[serde(rename = "tiny-gpt2-train")]
-    Gpt2,
+sigmascale::named! {
+    /// Which model.
+    pub enum ModelKind is "training model" {
+        /// Llama's architecture: RMSNorm, rotation, grouped queries.
+        Llama = "tiny-llama-train",
+        /// GPT-2's architecture: LayerNorm, learned positions, biases.
+        Gpt2 = "tiny-gpt2-train",
+    }
 }
 
 impl ModelKind {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Llama, Self::Gpt2];
-
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Llama => "tiny-llama-train",
-            Self::Gpt2 => "tiny-gpt2-train",
-        }
-    }
-
-    /// The model of a name.
-    pub fn of(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
     /// The Hugging Face config.
     pub fn config(self) -> serde_json::Value {
         match self {

@@ -1,12 +1,12 @@
 //! What a training run is made from, and the rules of each option.
 
-use super::Casts;
 use super::model::{ModelKind, POSITIONS};
 use super::optimizer::AdamW;
 use super::state::Identity;
 use crate::stress::Mode;
 use sigmascale::attention::{BackwardPrecision, Cast, Delta, Precision, PvAccumulator, Rounding};
 use sigmascale::bound::Tail;
+use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::runtime::RuntimeConfig;
 use sigmascale::spectral::Estimator;
@@ -31,7 +31,7 @@ pub struct TrainOptions {
     /// Whether q, k and v are rounded up or down at random, so that the mean is kept, in [`Mode::Operands`].
     pub stochastic: bool,
     /// What a value out of range becomes.
-    pub casts: Casts,
+    pub casts: OnOverflow,
     /// Seed of parameters and text.
     pub seed: u64,
     /// Sequences of a step.
@@ -67,7 +67,7 @@ impl TrainOptions {
             delta: Delta::default(),
             operands: Cast::E4m3,
             stochastic: false,
-            casts: Casts::Saturating,
+            casts: OnOverflow::Saturate,
             seed: 0,
             batch: 4,
             seq_len: POSITIONS,
@@ -145,7 +145,7 @@ impl TrainOptions {
         };
         match self.policy {
             None => Precision::F32,
-            Some(_) => Precision { on_overflow: self.casts.on_overflow(), rounding, ..self.quantised() },
+            Some(_) => Precision { on_overflow: self.casts, rounding, ..self.quantised() },
         }
     }
 

@@ -1,6 +1,5 @@
 //! `resume` and `lr-spike`: one run per policy, and all policies in shadow on the control run.
 
-use super::Casts;
 use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
@@ -9,7 +8,8 @@ use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow
 use serde::Serialize;
 use sigmascale::attention::Delta;
 use sigmascale::bound::Tail;
-use sigmascale::policy::{PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use sigmascale::fp8::OnOverflow;
+use sigmascale::policy::{PolicyConfig, PolicyEvent, PolicyKind, ScaledTensor};
 use sigmascale::{Error, Result};
 use std::num::NonZero;
 use std::path::Path;
@@ -30,7 +30,7 @@ pub struct LabOptions {
     /// Policies with their parameters, in the order of the result; one of a kind.
     pub policies: Vec<PolicyConfig>,
     /// What a value out of range becomes; the first is that of [`TrainResult::stress`].
-    pub casts: Vec<Casts>,
+    pub casts: Vec<OnOverflow>,
     /// Steps before the transition; by default 300 for `resume`, 100 for `lr-spike`.
     pub transition: Option<usize>,
     /// Steps after it; by default 30 and 50.
@@ -48,7 +48,7 @@ impl LabOptions {
             train: TrainOptions::new(model, None),
             mode: Mode::default(),
             policies: PolicyKind::ALL.map(PolicyConfig::from).to_vec(),
-            casts: Casts::ALL.to_vec(),
+            casts: OnOverflow::ALL.to_vec(),
             transition: None,
             after: None,
             spike: 8.0,
@@ -96,7 +96,7 @@ pub struct TrainRun {
     /// Policy; null for the control.
     pub policy: Option<PolicyKind>,
     /// What a value out of range became.
-    pub casts: Casts,
+    pub casts: OnOverflow,
     /// How it went on at the transition.
     pub arm: Arm,
     /// Nothing overflowed with saturating casts, so that this run has the same bits and was not run again.
@@ -129,7 +129,7 @@ pub struct TrainRun {
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Peak {
     /// Tensor.
-    pub tensor: Tensor,
+    pub tensor: ScaledTensor,
     /// Largest |x / descale| of all layers and steps; 448 is the end. For logits the bound itself lies at 448 eta.
     pub max_scaled: f64,
     /// Where.
@@ -318,7 +318,7 @@ pub fn run_with_progress(
     let tail = Tail { delta, seq_len, batch, steps: course.steps };
     let options = &LabOptions { train: TrainOptions { tail, ..options.train }, ..options.clone() };
     distinct("policy", &options.kinds(), PolicyKind::name)?;
-    distinct("kind of casts", &options.casts, Casts::name)?;
+    distinct("kind of casts", &options.casts, OnOverflow::name)?;
     // The control is the longest, since it carries the shadows: it starts first.
     let jobs: Vec<Option<PolicyConfig>> =
         std::iter::once(None).chain(options.policies.iter().copied().map(Some)).collect();
@@ -456,7 +456,7 @@ fn same(a: &TrainRun, b: &TrainRun) -> bool {
 fn finish(
     course: &Course,
     policy: Option<PolicyConfig>,
-    casts: Casts,
+    casts: OnOverflow,
     arm: Arm,
     trainer: &Trainer,
     records: Vec<StepRecord>,
@@ -494,8 +494,8 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
     let (mut policies, mut shadow, mut shadow_window, mut trace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for done in done.iter().flatten() {
         for record in &done.records {
-            let certain = |o: &&Observed| o.row.policy == PolicyKind::Geometry;
-            record.observed.iter().filter(certain).for_each(|o| raise(&mut peaks, o, record.step as usize));
+            let worst_case = |o: &&Observed| o.row.policy == PolicyKind::Geometry;
+            record.observed.iter().filter(worst_case).for_each(|o| raise(&mut peaks, o, record.step as usize));
         }
     }
     for done in done.iter().flatten().filter(|done| primary(done)) {

@@ -4,7 +4,8 @@ use super::scenario::{WINDOW, run};
 use super::*;
 use crate::stress::{Mode, Scenario};
 use sigmascale::attention::Cast;
-use sigmascale::policy::{PolicyConfig, PolicyKind, Tensor};
+use sigmascale::fp8::OnOverflow;
+use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor};
 
 /// `lr-spike` in 18 steps, the transition at 12, the rate times 40 for 3.
 fn short(policies: &[PolicyKind]) -> LabOptions {
@@ -22,7 +23,7 @@ fn short(policies: &[PolicyKind]) -> LabOptions {
 }
 
 /// The same run, step by step.
-fn by_hand(options: &LabOptions, policy: Option<PolicyKind>, casts: Casts) -> (Trainer, Vec<StepRecord>) {
+fn by_hand(options: &LabOptions, policy: Option<PolicyKind>, casts: OnOverflow) -> (Trainer, Vec<StepRecord>) {
     let policy = policy.map(PolicyConfig::from);
     let mut trainer = Trainer::new(TrainOptions { policy, casts, mode: options.mode, ..options.train }).unwrap();
     if policy.is_none() {
@@ -43,7 +44,7 @@ fn counts_losses_and_shadows_are_those_of_the_steps() {
     };
     let mut spoilt = 0;
     for kind in options.policies.iter().map(PolicyConfig::kind) {
-        for casts in Casts::ALL {
+        for casts in OnOverflow::ALL {
             let (trainer, records) = by_hand(&options, Some(kind), casts);
             let run = result.training.runs.iter().find(|run| run.policy == Some(kind) && run.casts == casts).unwrap();
             let bits = |losses: &[f64]| losses.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -60,14 +61,14 @@ fn counts_losses_and_shadows_are_those_of_the_steps() {
         }
     }
     assert!(spoilt > 0, "a spike of 40 must cost someone a step");
-    let (_, control) = by_hand(&options, None, Casts::Saturating);
+    let (_, control) = by_hand(&options, None, OnOverflow::Saturate);
     for (place, kind) in options.policies.iter().map(PolicyConfig::kind).enumerate() {
         let shadow = control[12..].iter().filter(|r| over(r, kind, false) > 0).count();
         assert_eq!(result.training.shadow_window[place], shadow, "{kind}");
     }
-    // The peaks are the certain bound's, over its own run and the shadow.
-    let (_, own) = by_hand(&options, Some(PolicyKind::Geometry), Casts::Saturating);
-    for tensor in Tensor::ALL {
+    // The peaks are the worst-case bound's, over its own run and the shadow.
+    let (_, own) = by_hand(&options, Some(PolicyKind::Geometry), OnOverflow::Saturate);
+    for tensor in ScaledTensor::ALL {
         let all = own.iter().chain(&control).flat_map(|r| &r.observed);
         let reports = all.filter(|o| o.row.policy == PolicyKind::Geometry).flat_map(|o| &o.report.tensors);
         let of_tensor = reports.filter(|t| t.tensor == tensor).map(|t| f64::from(t.max_scaled));
@@ -80,7 +81,7 @@ fn counts_losses_and_shadows_are_those_of_the_steps() {
 #[test]
 fn the_window_is_ten_steps() {
     let options = LabOptions { after: Some(WINDOW + 6), ..short(&[PolicyKind::DelayedTe]) };
-    let options = LabOptions { casts: vec![Casts::Saturating], spike_steps: usize::MAX, ..options };
+    let options = LabOptions { casts: vec![OnOverflow::Saturate], spike_steps: usize::MAX, ..options };
     let result = run(Scenario::LrSpike, &options).unwrap();
     let run = &result.training.runs[1];
     let mut steps: Vec<usize> =
@@ -99,7 +100,7 @@ fn lists_are_neither_empty_nor_name_a_thing_twice() {
     refused(short(&[]), "at least one policy");
     refused(short(&[PolicyKind::Current, PolicyKind::Current]), "policy current is named twice");
     refused(LabOptions { casts: vec![], ..short(&[PolicyKind::Current]) }, "at least one kind of casts");
-    refused(LabOptions { casts: vec![Casts::Nan; 2], ..short(&[PolicyKind::Current]) }, "kind of casts NaN");
+    refused(LabOptions { casts: vec![OnOverflow::NonFinite; 2], ..short(&[PolicyKind::Current]) }, "kind of casts nan");
 }
 
 #[test]
@@ -107,7 +108,7 @@ fn formats_and_rounding_reach_the_runs() {
     let base = short(&[PolicyKind::Geometry]);
     let of = |operands, stochastic| {
         let train = TrainOptions { operands, stochastic, ..base.train };
-        let options = LabOptions { train, casts: vec![Casts::Saturating], ..base.clone() };
+        let options = LabOptions { train, casts: vec![OnOverflow::Saturate], ..base.clone() };
         let result = run(Scenario::LrSpike, &options).unwrap().training;
         assert_eq!((result.operands, result.stochastic), (operands.name(), stochastic));
         result.runs.iter().find(|run| run.policy.is_some()).unwrap().losses.clone()

@@ -10,6 +10,7 @@ use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, BackwardPrecision, Cast, Cpu, Delta, Inputs, Precision, PvAccumulator,
     Saved, backward,
 };
+use sigmascale::fp8::OnOverflow;
 use sigmascale::model::Checkpoint;
 use sigmascale::policy::{DelayedPaperConfig, PolicyConfig, PolicyKind};
 use state::Counters;
@@ -185,7 +186,7 @@ fn a_run_resumed_with_its_state_has_the_bits_of_one_that_never_stopped() {
 fn an_overflow_that_is_nan_skips_the_step_and_halves_the_loss_scale() {
     // The first logits pass a history of ones.
     let tight = DelayedPaperConfig { initial: 0.01, ..DelayedPaperConfig::default() };
-    let options = TrainOptions { casts: Casts::Nan, ..small(PolicyConfig::DelayedPaper(tight)) };
+    let options = TrainOptions { casts: OnOverflow::NonFinite, ..small(PolicyConfig::DelayedPaper(tight)) };
     let mut trainer = Trainer::new(options).unwrap();
     let before = weights(&trainer);
     let record = trainer.step(1.0).unwrap();
@@ -198,7 +199,7 @@ fn an_overflow_that_is_nan_skips_the_step_and_halves_the_loss_scale() {
     assert_eq!(records.last().unwrap().loss_scale, 32768.0 / 2f64.powi(bad as i32));
     assert_ne!(weights(&trainer), before);
     // With saturating casts the same run goes on, from the same overflow.
-    let mut clamped = Trainer::new(TrainOptions { casts: Casts::Saturating, ..options }).unwrap();
+    let mut clamped = Trainer::new(TrainOptions { casts: OnOverflow::Saturate, ..options }).unwrap();
     let record = clamped.step(1.0).unwrap();
     assert!(!record.skipped && record.observed[0].row.overflow > 0);
 }
@@ -207,7 +208,8 @@ fn an_overflow_that_is_nan_skips_the_step_and_halves_the_loss_scale() {
 fn after_too_many_bad_steps_the_run_goes_back() {
     let tight = DelayedPaperConfig { initial: 1e-6, margin: 0.5, ..DelayedPaperConfig::default() };
     let watchdog = Watchdog { every: 2, patience: 2, cautious: 3, restore_scales: false };
-    let options = TrainOptions { casts: Casts::Nan, watchdog, warm_up: 1, ..small(PolicyConfig::DelayedPaper(tight)) };
+    let options =
+        TrainOptions { casts: OnOverflow::NonFinite, watchdog, warm_up: 1, ..small(PolicyConfig::DelayedPaper(tight)) };
     let mut trainer = Trainer::new(options).unwrap();
     advance(&mut trainer, 2 * LAYERS);
     let (good, at) = (weights(&trainer), trainer.steps());
@@ -255,7 +257,7 @@ fn geometry_never_overflows_whatever_the_rate() {
                     (weights(&trainer), records.iter().map(|r| r.loss.to_bits()).collect::<Vec<_>>())
                 };
                 // What never overflows does not know how casts overflow.
-                assert!(run(Casts::Saturating) == run(Casts::Nan), "{kind} {mode:?}");
+                assert!(run(OnOverflow::Saturate) == run(OnOverflow::NonFinite), "{kind} {mode:?}");
             }
         }
     }
@@ -433,10 +435,10 @@ fn scales_are_those_of_the_weights_that_the_step_uses() {
 }
 
 #[test]
-fn auto_c_that_overflows_does_the_step_again_under_the_certain_bound() {
+fn auto_c_that_overflows_does_the_step_again_under_the_worst_case_bound() {
     let config =
         sigmascale::policy::AutoCConfig { burn_in: 2, kappa: 1.0, ..sigmascale::policy::AutoCConfig::default() };
-    let options = TrainOptions { casts: Casts::Nan, ..small(PolicyConfig::AutoC(config)) };
+    let options = TrainOptions { casts: OnOverflow::NonFinite, ..small(PolicyConfig::AutoC(config)) };
     let mut trainer = Trainer::new(options).unwrap();
     let records: Vec<_> = (0..20).map(|_| trainer.step(20.0).unwrap()).collect();
     let over = records.iter().filter(|r| r.observed.iter().any(|o| o.row.overflow > 0)).count();
@@ -467,7 +469,7 @@ fn what_is_forgotten_is_at_its_start() {
 fn a_run_resumed_from_its_file_goes_back_where_the_straight_one_does() {
     let tight = DelayedPaperConfig { initial: 1e-6, margin: 0.5, ..DelayedPaperConfig::default() };
     let watchdog = Watchdog { every: 4, patience: 1, restore_scales: false, ..Watchdog::default() };
-    let learning = TrainOptions { casts: Casts::Nan, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
+    let learning = TrainOptions { casts: OnOverflow::NonFinite, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
     let options = TrainOptions { watchdog: Watchdog { restore_scales: true, ..watchdog }, ..learning };
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("state.safetensors");

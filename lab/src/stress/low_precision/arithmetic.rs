@@ -1,30 +1,15 @@
 //! Whose casts a run has.
 
-use serde::Serialize;
-
-/// Whose casts a run has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Arithmetic {
-    /// The paper's: BF16, and the unnormalised output rounded after every tile.
-    #[default]
-    Bf16,
-    /// A fused BF16 kernel's: P in BF16, its sums in f32 until the output is stored in BF16.
-    Fused,
-    /// This package's FP8 kernel's in training: q, k and v in E4M3 by their current maxima, P in F16, the output in BF16.
-    Fp8,
-}
-
-impl Arithmetic {
-    /// Every choice.
-    pub const ALL: [Self; 3] = [Self::Bf16, Self::Fused, Self::Fp8];
-
-    /// Name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::Fused => "fused",
-            Self::Fp8 => "fp8",
-        }
+sigmascale::named! {
+    /// Whose casts a run has.
+    pub enum Arithmetic is "arithmetic" default Bf16 {
+        /// BF16, and the unnormalized output rounded after every tile: the paper's.
+        Bf16 = "bf16",
+        /// P in BF16, its sums in f32, the output in BF16: a fused BF16 kernel's.
+        Fused = "fused",
+        /// q, k and v in E4M3, P in F16, the output in BF16: this package's kernel's in training.
+        ///
+        /// Descales are those of current maxima.
+        Fp8 = "fp8",
     }
 }

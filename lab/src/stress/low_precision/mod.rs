@@ -31,9 +31,9 @@ mod summary;
 pub use arithmetic::Arithmetic;
 pub use options::LowPrecisionOptions;
 pub use remedy::Remedy;
-pub use summary::{LowPrecisionSummary, Verdict, verdicts};
+pub use summary::{LowPrecisionSummary, RemedyVerdict, verdicts};
 
-use crate::history::{FORMAT, History, LayerInfo, LayerRecord, Operands, RunInfo, StepRecord};
+use crate::history::{FORMAT, History, LayerInfo, LayerRecord, OperandFormat, RunInfo, StepRecord};
 use head::{D, FEATURES, Head, NORM_SQUARED, Projections, Seen, Tokens, Weights, zeros};
 use nalgebra::DMatrix;
 use rand::SeedableRng;
@@ -65,9 +65,9 @@ pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64
     let mut moments: Vec<[Projections; 2]> = heads.iter().map(|_| [zeros(), zeros()]).collect();
     let (layer, count) = (0, options.heads);
     let operands = Some(match (options.remedy, options.arithmetic) {
-        (Remedy::F32, _) => Operands::F32,
-        (_, Arithmetic::Fp8) => Operands::Fp8,
-        _ => Operands::Bf16,
+        (Remedy::F32, _) => OperandFormat::F32,
+        (_, Arithmetic::Fp8) => OperandFormat::Fp8,
+        _ => OperandFormat::Bf16,
     });
     let info = LayerInfo { layer, heads: count, kv_heads: count, head_dim: D, width: Some(FEATURES), operands };
     let name = serde_json::to_string(options).ok();

@@ -71,7 +71,7 @@ impl LowPrecisionSummary {
 
 /// What the runs with one remedy came to.
 #[derive(Clone, Debug, Serialize)]
-pub struct Verdict {
+pub struct RemedyVerdict {
     /// Remedy.
     pub remedy: Remedy,
     /// Runs.
@@ -83,11 +83,11 @@ pub struct Verdict {
 }
 
 /// One verdict per remedy, in the order in which they occur.
-pub fn verdicts(runs: &[LowPrecisionSummary]) -> Vec<Verdict> {
-    let mut verdicts: Vec<Verdict> = Vec::new();
+pub fn verdicts(runs: &[LowPrecisionSummary]) -> Vec<RemedyVerdict> {
+    let mut verdicts: Vec<RemedyVerdict> = Vec::new();
     for run in runs {
         let at = verdicts.iter().position(|verdict| verdict.remedy == run.options.remedy).unwrap_or_else(|| {
-            verdicts.push(Verdict { remedy: run.options.remedy, runs: 0, failed: 0, grown: 0 });
+            verdicts.push(RemedyVerdict { remedy: run.options.remedy, runs: 0, failed: 0, grown: 0 });
             verdicts.len() - 1
         });
         let verdict = &mut verdicts[at];

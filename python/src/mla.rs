@@ -5,17 +5,17 @@
 
 use crate::device::{dtype, results, stream};
 use crate::errors::raise;
-use crate::host::{Scales, above};
+use crate::cpu_scales::{Scales, values};
 use crate::work::{OnDevice, beside, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::json;
-use sigmascale::bound::{BoundKind, MlaBounds};
+use sigmascale::bound::{BoundKind, HeadBound, MlaBounds, round_up};
 use sigmascale::cuda::{Device, DevicePtr};
-use sigmascale::device::scale::{self, DeviceTensor, LatentInput};
+use sigmascale::device::scale::{self, DeviceTensor, MlaInput};
 use sigmascale::model::{LayerStream, Layout};
 use sigmascale::plan::{Granularity, ScalePlan};
-use sigmascale::{Error, Result};
+use sigmascale::{Descale, Error, Result};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -46,7 +46,7 @@ impl LatentModel {
         Ok(Self { layout, config, name, names })
     }
 
-    /// Scales of one layer on the host, as [`host_scales`](crate::host::host_scales) has them. The caller keeps the tensors given
+    /// Scales of one layer on the host, as [`host_scales`](crate::cpu_scales::host_scales) has them. The caller keeps the tensors given
     /// alive and unchanged until this returns.
     fn scales(&self, py: Python<'_>, layer: usize, tensors: Vec<Tensor>, logits: bool, eta: f64) -> PyResult<Scales> {
         beside(py, || {
@@ -75,19 +75,16 @@ impl LatentModel {
 
 fn scales(bounds: &MlaBounds, heads: usize, eta: f64) -> Result<Scales> {
     let expanded = &bounds.expanded;
-    let plan = ScalePlan::from_bounds(expanded, BoundKind::Certain, eta, Granularity::Head)?;
+    let plan = ScalePlan::from_bounds(expanded, BoundKind::WorstCase, eta, Granularity::Head)?;
     let missing = || Error::unsupported("values of latent attention have no bound");
     let own = &plan.operands;
     let (v, o) = own.v.as_ref().zip(own.o.as_ref()).ok_or_else(missing)?;
     let descales = [&own.q, &own.k, v, o].into_iter().flatten().map(|descale| descale.get()).collect();
     let v = expanded.v.as_ref().ok_or_else(missing)?;
-    let operands = [&expanded.q, &expanded.k, v].into_iter().flatten().map(|bound| above(bound.rounded)).collect();
-    let logits = expanded.heads.iter().zip(&plan.logit_descale).flat_map(|(head, descale)| {
-        let (certain, rounded) = (head.certain.unwrap_or(0.0), head.rounded.unwrap_or(0.0));
-        // Its logits have no single operator, and so no norm of one.
-        [0.0, above(certain), above(rounded), descale.get(), 0.0, 0.0, 0.0, 0.0]
-    });
-    let logits: Vec<f32> = logits.collect();
+    let operands = [&expanded.q, &expanded.k, v].into_iter().flatten().map(|bound| round_up(bound.rounded)).collect();
+    // Their logits have no single operator, and so no norm of one.
+    let bound = |(head, descale): (&_, &Descale)| HeadBound { descale: descale.get(), ..HeadBound::new(head) };
+    let logits: Vec<f32> = expanded.heads.iter().zip(&plan.logit_descale).map(bound).flat_map(values).collect();
     debug_assert!(logits.is_empty() || logits.len() == 8 * heads, "a row for each head");
     Ok((descales, operands, (!logits.is_empty()).then_some(logits)))
 }
@@ -101,7 +98,7 @@ type DeviceLayer = (Py<LatentModel>, usize, Vec<(String, String, Vec<usize>, Vec
 /// The caller (the package) keeps the weights alive and in place, and orders calls by streams.
 #[pyclass(frozen)]
 pub struct LatentEngine {
-    engine: OnDevice<Mutex<scale::LatentEngine>>,
+    engine: OnDevice<Mutex<scale::MlaEngine>>,
     device: OnDevice<Device>,
 }
 
@@ -114,7 +111,7 @@ impl LatentEngine {
             let inputs = layers.iter().map(input).collect::<Result<Vec<_>, Error>>()?;
             // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks
             // at every launch that they still lie where they did, and orders launches on streams.
-            let engine = unsafe { scale::LatentEngine::new(&device, &inputs)? };
+            let engine = unsafe { scale::MlaEngine::new(&device, &inputs)? };
             Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device) })
         })
     }
@@ -151,7 +148,7 @@ impl LatentEngine {
     }
 }
 
-fn input((model, layer, tensors): &DeviceLayer) -> Result<LatentInput, Error> {
+fn input((model, layer, tensors): &DeviceLayer) -> Result<MlaInput, Error> {
     let mut found = Vec::with_capacity(tensors.len());
     for (name, kind, shape, strides, address) in tensors {
         let (ptr, dtype) = (DevicePtr(*address), dtype(kind)?);
@@ -163,5 +160,5 @@ fn input((model, layer, tensors): &DeviceLayer) -> Result<LatentInput, Error> {
             |name: &str| name.strip_suffix(wanted).is_some_and(|before| before.is_empty() || before.ends_with('.'));
         found.iter().find(|(name, _)| is(name)).map(|(_, tensor)| tensor.clone())
     };
-    LatentInput::new(&model.get().layout, *layer, find)
+    MlaInput::new(&model.get().layout, *layer, find)
 }

@@ -4,7 +4,7 @@ use super::table::{Table, range, short};
 use sigmascale::Descale;
 use sigmascale::calibrate::MlaProfile;
 
-/// A row a layer, by its number.
+/// A row per layer, by its number.
 pub fn table<'p>(layers: impl Iterator<Item = (usize, &'p MlaProfile)>) -> String {
     let mut table =
         Table::new(["layer", "latent bound", "k_pe bound", "cache descale", "absorbed q descale", "safe at 1.0"]);

@@ -1,7 +1,7 @@
 //! Bounds of the host keep their values in the layout of device memory.
 
 use super::*;
-use crate::bound::HeadBounds;
+
 use crate::model::{NormKind, preset};
 
 /// Two layers of unequal heads, with bounds that f32 holds.
@@ -17,7 +17,7 @@ fn case() -> (AttentionSpec, Vec<LayerBounds>) {
             .map(|head| {
                 let bound = f64::from(0.1f32 + head as f32);
                 let rank_aware = Some(f64::from((bound / 7.0) as f32));
-                HeadBounds { certain: Some(bound), rounded: Some(3.0 * bound), rank_aware, ..HeadBounds::default() }
+                HeadBounds { exact: Some(bound), rounded: Some(3.0 * bound), rank_aware, ..HeadBounds::default() }
             })
             .map(|head| HeadBounds { rounded: head.rounded.map(|bound| f64::from(bound as f32)), ..head })
             .collect(),
@@ -34,14 +34,14 @@ fn bounds_of_the_host_come_back_unchanged() {
     let (mut spec, mut bounds) = case();
     // A head of zeros, and values without bounds.
     bounds[1].heads[2] =
-        HeadBounds { certain: Some(0.0), rounded: Some(0.0), rank_aware: Some(0.0), ..HeadBounds::default() };
+        HeadBounds { exact: Some(0.0), rounded: Some(0.0), rank_aware: Some(0.0), ..HeadBounds::default() };
     for tail in [Tail::default(), Tail { seq_len: 7, delta: 0.3, ..Tail::default() }] {
         let (heads, operands) = to_device(&spec, &bounds, BoundKind::RankAware).unwrap();
         assert_eq!(from_device(&spec, &heads, &operands, &tail).unwrap(), bounds);
     }
     spec.norm.kind = NormKind::None;
     bounds.iter_mut().for_each(|layer| layer.v = None);
-    let (heads, operands) = to_device(&spec, &bounds, BoundKind::Certain).unwrap();
+    let (heads, operands) = to_device(&spec, &bounds, BoundKind::WorstCase).unwrap();
     assert_eq!(operands, [1.0, 2.0, 2.5, 3.5, 0.0, 0.0, 1.0, 2.5, 0.0]);
     assert_eq!(from_device(&spec, &heads, &operands, &Tail::default()).unwrap(), bounds);
 }
@@ -66,8 +66,8 @@ fn incomplete_bounds_are_refused() {
     };
     let without = refused(|b| b[1].heads[0].rank_aware = None, BoundKind::RankAware);
     assert!(without.is_unsupported() && without.to_string().contains("layer 1: there is no rank-aware"), "{without}");
-    assert!(refused(|b| b[0].heads[3].rounded = None, BoundKind::Certain).is_unsupported());
-    assert!(refused(|b| b.truncate(1), BoundKind::Certain).is_mismatch());
-    assert!(refused(|b| b.swap(0, 1), BoundKind::Certain).is_mismatch());
-    assert!(refused(|b| b[0].v = Some(vec![]), BoundKind::Certain).is_mismatch());
+    assert!(refused(|b| b[0].heads[3].rounded = None, BoundKind::WorstCase).is_unsupported());
+    assert!(refused(|b| b.truncate(1), BoundKind::WorstCase).is_mismatch());
+    assert!(refused(|b| b.swap(0, 1), BoundKind::WorstCase).is_mismatch());
+    assert!(refused(|b| b[0].v = Some(vec![]), BoundKind::WorstCase).is_mismatch());
 }

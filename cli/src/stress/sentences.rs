@@ -15,6 +15,7 @@ pub fn headline(run: &StressResult) -> String {
     let layers = match run.model_layers == run.model_layers_total {
         true if run.model_layers == 1 => "1 layer".to_owned(),
         true => format!("all {} layers", run.model_layers),
+        false if run.model_layers == 1 => format!("the first of {} layers", run.model_layers_total),
         false => format!("the first {} of {} layers", run.model_layers, run.model_layers_total),
     };
     let steps = counted(run.steps, "step");
@@ -60,7 +61,7 @@ pub fn verdicts(run: &StressResult) -> Vec<(PolicyKind, String)> {
 fn verdict(run: &StressResult, policy: &PolicySummary) -> String {
     let sqnr = |db: Option<f64>, after: &str| db.map_or(String::new(), |db| format!(", SQNR {db:.1} dB{after}"));
     if policy.overflow_values == 0 {
-        let used = percent_of(policy.utilisation.median);
+        let used = percent_of(policy.utilization.median);
         return format!("no overflow; {used} of the range used (median){}", sqnr(policy.sqnr_db, ""));
     }
     let steps = match policy.first_bad_step.filter(|_| run.steps > 1) {
@@ -332,8 +333,8 @@ fn range_and_cost(run: &StressResult) -> Option<String> {
     let (geometry, current) = (of(run, PolicyKind::Geometry)?, of(run, PolicyKind::Current)?);
     let mut text = format!(
         "Of the range, geometry used {} (median) and current {}.",
-        percent_of(geometry.utilisation.median),
-        percent_of(current.utilisation.median)
+        percent_of(geometry.utilization.median),
+        percent_of(current.utilization.median)
     );
     if let (Some(a), Some(b), Some(c), Some(d)) =
         (geometry.sqnr_db, current.sqnr_db, geometry.softmax_kl, current.softmax_kl)

@@ -3,7 +3,7 @@
 //! Channel statistics come from the kernels of [`ScaleEngine`](super::ScaleEngine), which read the rows of a head wherever they
 //! lie in a matrix: A, B, K and V of every head and the shared key's D are "heads" of so many channels over so many inputs, and
 //! those of one size share a launch. K and V are read once more without the latent's gain, which rounding of a cache in E4M3 does
-//! not meet. `scale_latent_descales` makes the bounds of [`MlaBounds::operands`](crate::bound::MlaBounds::operands) from them.
+//! not meet. `scale_mla_descales` makes the bounds of [`MlaBounds::operands`](crate::bound::MlaBounds::operands) from them.
 //!
 //! Logits, and the absorbed query, are bounded on the CPU only.
 
@@ -12,12 +12,12 @@ use super::norms::Form;
 use super::shape::OTHER_SHAPE;
 use super::storage::Storage;
 use super::tables::{
-    Addresses, ChannelStats, DeviceMatrix, Dtype, HeadPlace, NO_ROW, Projection, TensorMaps, above, stand_in,
+    Addresses, ChannelStats, DeviceMatrix, Dtype, HeadPlace, NO_ROW, Projection, TensorMaps, stand_in,
 };
+use crate::bound::round_up;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream, sources};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, GainForm, LayerSpec, Layout, Mla, MlaRounding, RopeLayout};
-use crate::tensor;
 use bytemuck::{Pod, Zeroable};
 
 /// A tensor in device memory, as a framework holds it.
@@ -44,7 +44,7 @@ const NO_VECTOR: Vector = Vector { ptr: DevicePtr::NULL, dtype: Dtype::F32 };
 
 /// One layer with latent attention in device memory: its projections, the gains that they read, and its sizes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct LatentInput {
+pub struct MlaInput {
     mla: Mla,
     heads: usize,
     d_model: usize,
@@ -69,7 +69,7 @@ pub struct LatentInput {
     rounding: MlaRounding,
 }
 
-impl LatentInput {
+impl MlaInput {
     /// A layer of a model, whose tensors `find` gives by their names, without prefix and with `.weight` or `.bias`.
     ///
     /// # Errors
@@ -140,11 +140,7 @@ impl LatentInput {
         }
         let q = matrix(&names.q.name, names.q.channels, mla.q_inputs(d))?;
         let kv = matrix(&names.k.name, names.k.channels, mla.kv_rank)?;
-        let stored = [q, kv, kv, kv_a].map(|matrix| match matrix.dtype {
-            Dtype::Bf16 => tensor::Dtype::Bf16,
-            Dtype::F16 => tensor::Dtype::F16,
-            Dtype::F32 => tensor::Dtype::F32,
-        });
+        let stored = [q, kv, kv, kv_a].map(|matrix| matrix.dtype.into());
         Ok(Self {
             mla,
             heads,
@@ -192,10 +188,10 @@ fn on_cpu(what: &str) -> Error {
     Error::unsupported(format_args!("latent attention with {what} is bounded on the CPU only"))
 }
 
-/// A layer, as `scale_latent_descales` reads it.
+/// A layer, as `scale_mla_descales` reads it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct LatentLayer {
+struct MlaLayer {
     latent_gain: u64,
     q_row: u32,
     kv_row: u32,
@@ -222,7 +218,7 @@ struct LatentLayer {
     v_share: f32,
     k_pe_share: f32,
 }
-const _: () = assert!(size_of::<LatentLayer>() == 104);
+const _: () = assert!(size_of::<MlaLayer>() == 104);
 
 /// What one launch of statistics takes once: channels of a head, inputs, storage, type of the gains, rotation.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -248,7 +244,7 @@ struct Heads {
 #[derive(Debug, Default)]
 struct Tables {
     launches: Vec<Heads>,
-    layers: Vec<LatentLayer>,
+    layers: Vec<MlaLayer>,
     /// Channels of all projections.
     rows: usize,
     /// Heads of all layers.
@@ -256,7 +252,7 @@ struct Tables {
 }
 
 impl Tables {
-    fn new(layers: &[LatentInput]) -> Self {
+    fn new(layers: &[MlaInput]) -> Self {
         let mut tables = Self::default();
         for (number, layer) in layers.iter().enumerate() {
             let Mla { d_nope: n, d_rope: p, d_value: w, kv_rank, .. } = layer.mla;
@@ -304,7 +300,7 @@ impl Tables {
                 tables.add(Size { d_head, inputs, storage, vectors: vector.dtype, aligned, turns }, projection, starts);
             }
             tables.rows += q_rows + 2 * kv_rows + kv_rank + p;
-            tables.layers.push(LatentLayer {
+            tables.layers.push(MlaLayer {
                 latent_gain: layer.latent_gain.ptr.0,
                 q_row,
                 kv_row,
@@ -320,16 +316,16 @@ impl Tables {
                 vector_dtype: layer.latent_gain.dtype as u32,
                 layer: number as u32,
                 head: tables.heads as u32,
-                radius_q: above((layer.mla.q_inputs(d) as f64).sqrt() * layer.mla.q_factor),
-                radius_c: above((kv_rank as f64).sqrt() * layer.mla.kv_factor),
-                radius: above((d as f64).sqrt()),
-                rope_factor: above(layer.rope_factor),
-                query_factor: above(layer.query_factor),
-                latent_share: above(layer.rounding.latent),
-                q_share: above(layer.rounding.q),
-                k_share: above(layer.rounding.k),
-                v_share: above(layer.rounding.v),
-                k_pe_share: above(layer.rounding.k_pe),
+                radius_q: round_up((layer.mla.q_inputs(d) as f64).sqrt() * layer.mla.q_factor),
+                radius_c: round_up((kv_rank as f64).sqrt() * layer.mla.kv_factor),
+                radius: round_up((d as f64).sqrt()),
+                rope_factor: round_up(layer.rope_factor),
+                query_factor: round_up(layer.query_factor),
+                latent_share: round_up(layer.rounding.latent),
+                q_share: round_up(layer.rounding.q),
+                k_share: round_up(layer.rounding.k),
+                v_share: round_up(layer.rounding.v),
+                k_pe_share: round_up(layer.rounding.k_pe),
             });
             tables.heads += heads;
         }
@@ -403,10 +399,10 @@ impl Statistics {
 /// Results are those of [`MlaBounds::operands`](crate::bound::MlaBounds::operands) in f32, rounded up. They lie layer after layer.
 /// An engine has one workspace: work of one engine on two streams has to be ordered by events.
 #[derive(Debug)]
-pub struct LatentEngine {
+pub struct MlaEngine {
     statistics: Vec<Statistics>,
     finish: Kernel,
-    layers: Buffer<LatentLayer>,
+    layers: Buffer<MlaLayer>,
     most_heads: usize,
     stats: Buffer<ChannelStats>,
     descales: Buffer<f32>,
@@ -415,10 +411,10 @@ pub struct LatentEngine {
     status: Buffer<u32>,
     writer: AddressWriter,
     /// The layers with stand-ins for their addresses.
-    shapes: Vec<LatentInput>,
+    shapes: Vec<MlaInput>,
 }
 
-impl LatentEngine {
+impl MlaEngine {
     /// Compiles (or finds) the kernels, writes the tables, allocates the workspace.
     ///
     /// # Errors
@@ -426,15 +422,15 @@ impl LatentEngine {
     ///
     /// # Safety
     /// As [`ScaleEngine::new`](super::ScaleEngine::new).
-    pub unsafe fn new(device: &Device, layers: &[LatentInput]) -> Result<Self> {
+    pub unsafe fn new(device: &Device, layers: &[MlaInput]) -> Result<Self> {
         let tables = Tables::new(layers);
-        let Some(most_heads) = layers.iter().map(LatentInput::heads).max() else {
+        let Some(most_heads) = layers.iter().map(MlaInput::heads).max() else {
             return Err(Error::argument("a model needs at least one layer"));
         };
         let launches = tables.launches.iter();
         Ok(Self {
             statistics: launches.map(|heads| Statistics::new(device, heads)).collect::<Result<_>>()?,
-            finish: device.module(sources::LATENT_DESCALES, &[])?.kernel("scale_latent_descales")?,
+            finish: device.module(sources::MLA_DESCALES, &[])?.kernel("scale_mla_descales")?,
             layers: device.upload(&tables.layers)?,
             most_heads,
             stats: device.zeros(tables.rows)?,
@@ -443,18 +439,18 @@ impl LatentEngine {
             cache: device.zeros(3 * layers.len())?,
             status: device.zeros(1)?,
             writer: AddressWriter::new(device)?,
-            shapes: layers.iter().map(LatentInput::without_places).collect(),
+            shapes: layers.iter().map(MlaInput::without_places).collect(),
         })
     }
 
     /// Whether the engine can take these layers in place of those that it was made with: all is equal, but for addresses, of
     /// which the same ones are NULL and the same ones are multiples of 16 bytes.
-    pub fn fits(&self, layers: &[LatentInput]) -> bool {
-        self.shapes.iter().cloned().eq(layers.iter().map(LatentInput::without_places))
+    pub fn fits(&self, layers: &[MlaInput]) -> bool {
+        self.shapes.iter().cloned().eq(layers.iter().map(MlaInput::without_places))
     }
 
     /// Has later launches on `stream` read these layers, whose addresses go into the tables as
-    /// [`ShapeEngine`](super::ShapeEngine)'s do: as parameters of launches, two a layer.
+    /// [`ShapeEngine`](super::ShapeEngine)'s do: as parameters of launches, two per layer.
     ///
     /// # Errors
     /// `is_argument` if the engine does not fit the layers; otherwise if a launch is refused.
@@ -462,7 +458,7 @@ impl LatentEngine {
     /// # Safety
     /// As [`ScaleEngine::new`](super::ScaleEngine::new), of these layers, until all launches have run that come before the
     /// next layers, also at each replay of a graph that captured them.
-    pub unsafe fn place(&self, stream: &Stream, layers: &[LatentInput]) -> Result<()> {
+    pub unsafe fn place(&self, stream: &Stream, layers: &[MlaInput]) -> Result<()> {
         if !self.fits(layers) {
             return Err(Error::argument(OTHER_SHAPE));
         }
@@ -471,7 +467,7 @@ impl LatentEngine {
         unsafe { self.writer.put(stream, self.places(layers)?) }
     }
 
-    fn places(&self, layers: &[LatentInput]) -> Result<Vec<(DevicePtr, Vec<u64>)>> {
+    fn places(&self, layers: &[MlaInput]) -> Result<Vec<(DevicePtr, Vec<u64>)>> {
         let (tables, mut all) = (Tables::new(layers), vec![]);
         for (statistics, heads) in self.statistics.iter().zip(&tables.launches) {
             for (index, projection) in heads.projections.iter().enumerate() {

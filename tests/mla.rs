@@ -1,7 +1,7 @@
 //! Multi-head latent attention: every family, read from a small checkpoint in its real tensor names and layouts, against a
 //! forward written here from the raw tensors; attacks on its bounds.
 //!
-//! `cargo test --test latent -- --nocapture` prints how much of each bound was attained.
+//! `cargo test --test mla -- --nocapture` prints how much of each bound was attained.
 
 mod common;
 
@@ -518,7 +518,7 @@ fn every_family_attains_its_bounds_and_passes_none() {
                     logit(f, &query.absorbed[head], &[&key.latent[..], &key.k_pe].concat()),
                 );
                 assert!((expanded / absorbed - 1.0).abs() < 1e-9, "{}: {expanded} {absorbed}", f.name);
-                let ratio = expanded / b.expanded.heads[head].certain.unwrap();
+                let ratio = expanded / b.expanded.heads[head].exact.unwrap();
                 assert!((0.4..=1.0 + 1e-9).contains(&ratio), "{} head {head}: {ratio}", f.name);
             }
             assert_eq!(bounds_of(spec, checkpoint.layer(layer).unwrap(), &Tail::default()).unwrap(), b.expanded);
@@ -634,8 +634,8 @@ fn no_token_passes_a_logit_bound() {
                 let mut rng = StdRng::seed_from_u64(seed);
                 for head in 0..HEADS {
                     let bound = b.expanded.heads[head];
-                    let (certain, naive) = (bound.certain.unwrap(), bound.naive.unwrap());
-                    assert!(certain <= naive * (1.0 + 1e-9), "{class}: {certain} {naive}");
+                    let (exact, naive) = (bound.exact.unwrap(), bound.naive.unwrap());
+                    assert!(exact <= naive * (1.0 + 1e-9), "{class}: {exact} {naive}");
                     let mut most: f64 = 0.0;
                     for _ in 0..6 {
                         let (x, y, angles) = maps.ascend(f, head, 250, &mut rng);
@@ -643,8 +643,8 @@ fn no_token_passes_a_logit_bound() {
                         let key = forward(f, &t, 0, &y, &angles, Numerics::default());
                         most = most.max(logit(f, &query.q[head], &key.k[head]));
                     }
-                    assert!(most <= certain * (1.0 + 1e-9), "{class} head {head}: {most} past {certain}");
-                    ratios.push(most / certain);
+                    assert!(most <= exact * (1.0 + 1e-9), "{class} head {head}: {most} past {exact}");
+                    ratios.push(most / exact);
                 }
             }
             let (largest, middle) = (ratios.iter().copied().fold(0.0, f64::max), median(&mut ratios));
@@ -866,7 +866,7 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     for key in ["q_descale", "k_descale", "v_descale", "o_descale"] {
         assert_eq!(row[key].as_array().unwrap().len(), HEADS, "{key}");
     }
-    assert_eq!(row["heads"][1]["bound_certain"], json!(b.expanded.heads[1].certain.unwrap()));
+    assert_eq!(row["heads"][1]["bound_exact"], json!(b.expanded.heads[1].exact.unwrap()));
     assert!(row["sigma"].is_null() && json["model"]["mla"]["kv_rank"] == RANK);
     let inspection = serde_json::to_value(Inspection::new(profile.clone())).unwrap();
     assert_eq!(inspection["layers"][1]["mla"], row["mla"]);
@@ -921,7 +921,7 @@ fn fp8_blocks_are_read_as_what_they_stand_for() {
             assert_eq!(one.exact, other.exact);
         }
         for (one, other) in one.expanded.heads.iter().zip(&other.expanded.heads) {
-            assert_eq!(one.certain, other.certain);
+            assert_eq!(one.exact, other.exact);
         }
     }
 }

@@ -1,19 +1,19 @@
 //! The certified bounds of the CPU over tensors of Python, and policies in host memory: what the scale engine and
 //! [`DevicePolicy`](crate::policy::DevicePolicy) are on a device.
 
-use crate::device::{Layer, Projection, QkNorm};
+use crate::device::{Layer, Projection, QkNorm, dtype};
 use crate::errors::raise;
 use crate::policy::TailArguments;
 use crate::work::beside;
 use pyo3::prelude::*;
-use sigmascale::bound::{BoundKind, HeadBound, HeadBounds, LayerBounds, OperandBound, Tail};
+use sigmascale::bound::{BoundKind, HeadBound, HeadBounds, LayerBounds, OperandBound, Tail, operand_row, round_up};
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::model::{
     self, AttentionSpec, GainForm, InputNorm, LayerSpec, LayerWeights, NormKind, NormVectors, QkNormScope, QkvBias,
     Rope, RopeLayout, Temperature,
 };
 use sigmascale::plan::{Granularity, ScalePlan};
-use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, Slack, Tensor};
+use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, Slack, ScaledTensor};
 use sigmascale::spectral::{GramEngine, SpectralEngine};
 use sigmascale::stats::{StepStats, StepWords, stats_words};
 use sigmascale::tensor::{Dtype, MatrixView};
@@ -52,31 +52,78 @@ pub fn host_scales(
             for row in [Some(&own.q), Some(&own.k), own.v.as_ref(), own.o.as_ref()] {
                 heads.extend(known(row, 1.0));
             }
-            for row in [Some(&bound.q), Some(&bound.k), bound.v.as_ref()] {
-                match row {
-                    Some(row) => operands.extend(row.chunks(row.len() / layer.n_kv).map(largest)),
-                    None => operands.extend(std::iter::repeat_n(0.0, layer.n_kv)),
-                }
-            }
+            operands.extend(operand_row(&bound, layer.n_kv));
             for ((head, descale), sigma) in bound.heads.iter().zip(&plan.logit_descale).zip(sigma) {
-                let (certain, rounded) = (head.certain.unwrap_or(0.0), head.rounded.unwrap_or(0.0));
-                bounds.extend([above(sigma), above(certain), above(rounded), descale.get()]);
-                bounds.extend([0.0, 0.0, 0.0, above(head.rank_aware.unwrap_or(0.0))]);
+                let sigma = round_up(sigma);
+                bounds.extend(values(HeadBound { sigma, descale: descale.get(), ..HeadBound::new(head) }));
             }
         }
         Ok((heads, operands, logits.then_some(bounds)))
     })
 }
 
-/// The largest bound of a group of heads.
-fn largest(group: &[OperandBound]) -> f32 {
-    above(group.iter().map(|bound| bound.rounded).fold(0.0, f64::max))
+/// The floats of a bound, in its order.
+pub fn values(bound: HeadBound) -> [f32; HEAD_WORDS] {
+    bound.into()
 }
 
-/// Rounded up.
-pub fn above(value: f64) -> f32 {
-    let near = value as f32;
-    if f64::from(near) < value { near.next_up() } else { near }
+/// The model of layers with as many heads, for bounds and policies.
+fn spec(layers: &[Layer]) -> AttentionSpec {
+    let one = |(number, layer): (usize, &Layer)| {
+        let rope = Rope {
+            rotary_dim: layer.rotary,
+            other_dims: Vec::new(),
+            layout: if layer.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
+            attention_factor: f64::from(layer.rope_factor),
+            inv_freq: None,
+        };
+        LayerSpec {
+            number,
+            rope: (layer.rotary > 0).then_some(rope),
+            softmax_scale: layer.softmax_scale,
+            temperature: Temperature::constant(layer.query_factor),
+            ..LayerSpec::plain(layer.n_q, layer.n_kv, layer.d_head)
+        }
+    };
+    let first = &layers[0];
+    let kind = match (&first.v, first.mean_removed) {
+        (None, _) => NormKind::None,
+        (Some(_), true) => NormKind::LayerNorm,
+        (Some(_), false) => NormKind::RmsNorm,
+    };
+    AttentionSpec {
+        norm: InputNorm {
+            kind,
+            gain: if first.gain == 0 { GainForm::Unit } else { GainForm::Plain },
+            shift: first.shift != 0,
+        },
+        bias: QkvBias {
+            q: first.q.bias != 0,
+            k: first.k.bias != 0,
+            v: first.v.as_ref().is_some_and(|v| v.bias != 0),
+        },
+        qk_norm: first.qk_norm.as_ref().map(|_| model::QkNorm {
+            scope: QkNormScope::PerHead,
+            kind: NormKind::RmsNorm,
+            gain: GainForm::Plain,
+            shift: false,
+            behind_rotation: false,
+            rotated_only: false,
+        }),
+        ..AttentionSpec::plain(first.d_model, layers.iter().enumerate().map(one).collect())
+    }
+}
+
+/// The attention spec of layers with as many heads, as JSON: what policies are made for.
+#[pyfunction]
+pub fn attention_spec(py: Python<'_>, layers: Vec<Layer>) -> PyResult<String> {
+    let text = || {
+        if layers.is_empty() {
+            return Err(Error::argument("an attention spec needs at least one layer"));
+        }
+        serde_json::to_string(&spec(&layers)).map_err(|error| Error::argument(format_args!("attention spec: {error}")))
+    };
+    text().map_err(|error| raise(py, &error))
 }
 
 /// A layer's tensors, dense and in the types that they are stored in.
@@ -104,21 +151,12 @@ impl Dense {
     }
 }
 
-fn dtype(name: &str) -> Result<Dtype> {
-    match name {
-        "bfloat16" => Ok(Dtype::Bf16),
-        "float16" => Ok(Dtype::F16),
-        "float32" => Ok(Dtype::F32),
-        other => Err(Error::argument(format_args!("weights of type {other}: bfloat16, float16 and float32 are read"))),
-    }
-}
-
 /// `count` values at an address; `None` at address 0.
 fn vector(address: u64, count: usize, kind: &str) -> Result<Option<Vec<f64>>> {
     if address == 0 {
         return Ok(None);
     }
-    let dtype = dtype(kind)?;
+    let dtype = Dtype::from(dtype(kind)?);
     let bytes = bytes_at(&address, count * dtype.size());
     let mut values = vec![0.0; count];
     MatrixView::dense(bytes, dtype, 1, count)?.read_block(0..1, 0..count, &mut values);
@@ -141,7 +179,7 @@ impl Stored {
             let d_head = layer.d_head;
             return Err(Error::argument(format_args!("d_head {d_head} must be a multiple of 8 from 16 to 256")));
         }
-        let kind = dtype(&layer.dtype)?;
+        let kind = Dtype::from(dtype(&layer.dtype)?);
         let projection = |projection: &Projection, heads: usize| -> Result<Dense> {
             let rows = heads * layer.d_head;
             let bias = vector(projection.bias, rows, &layer.vector_dtype)?;
@@ -170,72 +208,9 @@ impl Stored {
         })
     }
 
-    /// The model of this one layer.
-    fn spec(&self, layer: &Layer) -> AttentionSpec {
-        let kind = match (&layer.v, layer.mean_removed) {
-            (None, _) => NormKind::None,
-            (Some(_), true) => NormKind::LayerNorm,
-            (Some(_), false) => NormKind::RmsNorm,
-        };
-        let rope = Rope {
-            rotary_dim: layer.rotary,
-            other_dims: Vec::new(),
-            layout: if layer.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
-            attention_factor: f64::from(layer.rope_factor),
-            inv_freq: None,
-        };
-        let growth = layer.query_factor - 1.0;
-        AttentionSpec {
-            name: "model".to_owned(),
-            family: "torch".to_owned(),
-            prefix: String::new(),
-            causal: true,
-            layers: vec![LayerSpec {
-                number: 0,
-                n_q_heads: layer.n_q,
-                n_kv_heads: layer.n_kv,
-                d_head: layer.d_head,
-                rope: (layer.rotary > 0).then_some(rope),
-                softmax_scale: layer.softmax_scale,
-                // One position, at which the factor is the layer's.
-                temperature: (growth != 0.0).then_some(Temperature {
-                    strength: growth / std::f64::consts::LN_2,
-                    period: 1,
-                    shift: 1,
-                    positions: 1,
-                }),
-                window: None,
-                sinks: false,
-                kv_source: None,
-                mla: None,
-            }],
-            d_model: layer.d_model,
-            norm: InputNorm {
-                kind,
-                gain: if self.gain.is_some() { GainForm::Plain } else { GainForm::Unit },
-                shift: self.shift.is_some(),
-            },
-            bias: QkvBias { q: self.q.bias.is_some(), k: self.k.bias.is_some(), v: self.v.bias.is_some() },
-            qk_norm: self.qk_norm.as_ref().map(|_| model::QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::RmsNorm,
-                gain: GainForm::Plain,
-                shift: false,
-                behind_rotation: false,
-                rotated_only: false,
-            }),
-            soft_cap: None,
-            max_positions: None,
-            v_norm: false,
-            streams: None,
-            multipliers: None,
-            fp8_inputs: false,
-        }
-    }
-
     /// Bounds, plan, and the norm of each query head's interaction (0 where q and k are normalised).
     fn bounds(&self, layer: &Layer, tail: &Tail, eta: f64) -> Result<(LayerBounds, ScalePlan, Vec<f64>)> {
-        let spec = self.spec(layer);
+        let spec = spec(std::slice::from_ref(layer));
         let (r, d) = (layer.d_head, layer.d_model);
         let vectors =
             |which: usize| self.qk_norm.as_ref().map(|gains| NormVectors { gain: gains[which].clone(), shift: None });
@@ -259,7 +234,7 @@ impl Stored {
         }
         let spectrum = GramEngine.layer(&geometry)?;
         let bounds = LayerBounds::new(&spec, &geometry, &spectrum, tail)?;
-        let plan = ScalePlan::from_bounds(&bounds, BoundKind::Certain, eta, Granularity::Head)?;
+        let plan = ScalePlan::from_bounds(&bounds, BoundKind::WorstCase, eta, Granularity::Head)?;
         let sigma = match &spectrum.heads {
             Some(heads) => heads.iter().map(|h| h.exact.map_or(h.sigma, |exact| exact.sigma_rope_upper)).collect(),
             None => vec![0.0; layer.n_q],
@@ -304,7 +279,7 @@ struct Held {
 }
 
 /// Tensors with slack.
-const POOLED: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
+const POOLED: [ScaledTensor; 4] = [ScaledTensor::Logit, ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V];
 
 impl HostPolicy {
     fn held(&self) -> MutexGuard<'_, Held> {
@@ -324,17 +299,7 @@ impl HostPolicy {
         let cut = || Error::mismatch("bounds of another model");
         let heads = heads.get(HEAD_WORDS * q.start..HEAD_WORDS * q.end).ok_or_else(cut)?;
         let operands = operands.get(3 * kv.start..3 * kv.end).ok_or_else(cut)?;
-        let head = |w: &[f32]| HeadBound {
-            sigma: w[0],
-            certain: w[1],
-            rounded: w[2],
-            descale: w[3],
-            linear: w[4],
-            constant: w[5],
-            constants: w[6],
-            isotropic: w[7],
-        };
-        let heads: Vec<HeadBound> = heads.chunks_exact(HEAD_WORDS).map(head).collect();
+        let heads: Vec<HeadBound> = heads.as_chunks::<HEAD_WORDS>().0.iter().copied().map(HeadBound::from).collect();
         LayerBounds::from_device(&self.spec, layer, &heads, operands, &self.tail)
     }
 }

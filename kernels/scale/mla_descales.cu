@@ -6,13 +6,13 @@
 // rho is the radius of what a product reads, sqrt(d), sqrt(q_rank) or sqrt(kv_rank), times the latent's factor. k and v may be made
 // of a cache in E4M3: its subnormal elements change the latent by at most sqrt(kv_rank) 2^-10 / 448 of the row's bound in length,
 // which meets the rows of K and V as they are stored, without the gain.
-// A block a head, grid (heads, layers). q times the largest factor on it; o is twice v. NaN stays NaN and sets the status.
+// A block per head, grid (heads, layers). q times the largest factor on it; o is twice v. NaN stays NaN and sets the status.
 #include "common/descale.cuh"
 #include "common/warp.cuh"
 #include "ptx/launch.cuh"
 #include "scale/types.cuh"
 
-struct LatentLayer {
+struct MlaLayer {
   u64 latent_gain;                              // g_c, as stored
   u32 q_row, kv_row, raw_row, k_pe_row;         // first statistics row: of head 0's [A; B]; of its [K; V]; of these without g_c
   u32 heads, d_nope, d_rope, d_value, kv_rank;
@@ -23,7 +23,7 @@ struct LatentLayer {
   float rope_factor, query_factor;
   float latent_share, q_share, k_share, v_share, k_pe_share;
 };
-static_assert(sizeof(LatentLayer) == 104, "host mirror");
+static_assert(sizeof(MlaLayer) == 104, "host mirror");
 
 constexpr u32 THREADS = 128;
 // As in operand_descales.cu.
@@ -36,7 +36,7 @@ __device__ __forceinline__ float2 channel(const ChannelStats& s, float radius) {
   return make_float2(radius * sqrtf(s.norm2) + fabsf(s.constant), radius * sqrtf(s.raw2) + s.absolute);
 }
 // B and A of pair p of d_rope channels.
-__device__ __forceinline__ float2 pair(const ChannelStats* s, const LatentLayer& l, float radius, u32 p) {
+__device__ __forceinline__ float2 pair(const ChannelStats* s, const MlaLayer& l, float radius, u32 p) {
   u32 a, b;
   pair_channels(p, l.rotary, l.interleaved, a, b);
   const ChannelStats x = s[a], y = s[b];
@@ -68,10 +68,10 @@ __device__ __forceinline__ float finished(float bound, u32* status) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    scale_latent_descales(const LatentLayer* layers, const ChannelStats* stats, float* descales, float* operand_bounds,
+    scale_mla_descales(const MlaLayer* layers, const ChannelStats* stats, float* descales, float* operand_bounds,
                           float* cache, u32* status) {
   __shared__ float shared[THREADS / 32];
-  const LatentLayer& l = layers[blockIdx.y];
+  const MlaLayer& l = layers[blockIdx.y];
   const u32 head = blockIdx.x, half = l.d_rope / 2;
   if (head >= l.heads) return;
 

@@ -1,7 +1,7 @@
 //! The sentences and rows of a diagnosis, for the terminal and the page.
 
 use crate::table::short;
-use sigmascale_lab::diagnose::{Alarm, Diagnosis, HeadReport, Span, Verdict};
+use sigmascale_lab::diagnose::{Alarm, Diagnosis, HeadReport, RunVerdict, Span};
 
 /// Columns of the table of alarms.
 pub const ALARM_HEADS: [&str; 6] = ["raised", "cleared", "layer", "head", "alarm", "what was seen"];
@@ -55,7 +55,7 @@ pub fn verdict(diagnosis: &Diagnosis) -> String {
         return "no alarm was raised, since the record has no step yet.".to_owned();
     }
     match (diagnosis.verdict, &diagnosis.first) {
-        (Verdict::Alarm, Some(first)) => {
+        (RunVerdict::Alarm, Some(first)) => {
             let place = match (first.layer, first.head) {
                 (Some(layer), Some(head)) => format!("layer {layer}, head {head} goes wrong first"),
                 _ => "the run goes wrong, and no single head does".to_owned(),

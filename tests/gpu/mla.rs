@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use sigmascale::Descale;
 use sigmascale::bound::{MlaBounds, OperandBound};
 use sigmascale::cuda::Buffer;
-use sigmascale::device::scale::{DeviceTensor, Dtype, LatentEngine, LatentInput};
+use sigmascale::device::scale::{DeviceTensor, Dtype, MlaEngine, MlaInput};
 use sigmascale::model::{LayerStream, Layout};
 use std::collections::HashMap;
 use std::path::Path;
@@ -84,12 +84,12 @@ impl Model {
         Self { layout, stream, tensors, vectors }
     }
 
-    fn engine(&self) -> LatentEngine {
+    fn engine(&self) -> MlaEngine {
         let find = |name: &str| self.tensors.get(name).map(|(_, tensor)| tensor.clone());
         let layers = 0..self.layout.spec().layers.len();
-        let inputs: Vec<_> = layers.map(|layer| LatentInput::new(&self.layout, layer, find).unwrap()).collect();
+        let inputs: Vec<_> = layers.map(|layer| MlaInput::new(&self.layout, layer, find).unwrap()).collect();
         // SAFETY: the model holds the memory.
-        unsafe { LatentEngine::new(device(), &inputs) }.unwrap()
+        unsafe { MlaEngine::new(device(), &inputs) }.unwrap()
     }
 
     fn truth(&self, layer: usize) -> MlaBounds {

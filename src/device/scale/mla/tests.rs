@@ -86,9 +86,9 @@ impl Model {
         Some(DeviceTensor { ptr: DevicePtr(stored.ptr), dtype: stored.dtype, shape: stored.shape.clone(), strides })
     }
 
-    fn inputs(&self) -> Vec<LatentInput> {
+    fn inputs(&self) -> Vec<MlaInput> {
         let layers = 0..self.layout.spec().layers.len();
-        layers.map(|layer| LatentInput::new(&self.layout, layer, |name| self.find(name)).unwrap()).collect()
+        layers.map(|layer| MlaInput::new(&self.layout, layer, |name| self.find(name)).unwrap()).collect()
     }
 
     /// Value `index` of what begins at an address.
@@ -132,7 +132,7 @@ impl Model {
                     let channel = place.first_row + c;
                     let (own, other) = (column(channel), column(place.first_row + partner));
                     let bias = if p.at.bias == 0 { 0.0 } else { self.at(p.at.bias, channel.into()) as f32 };
-                    let raw2 = above(f64::from(dot(&own, &own)));
+                    let raw2 = round_up(f64::from(dot(&own, &own)));
                     let row = &mut stats[(p.stat_row + channel) as usize];
                     assert_eq!(*row, None, "two heads leave the same statistics");
                     *row = Some(ChannelStats {
@@ -152,8 +152,8 @@ impl Model {
     }
 }
 
-/// As `scale_latent_descales`, in its order: bounds of q, k and v of each head, and of the latent and the rotated key.
-fn finish(model: &Model, l: &LatentLayer, stats: &[Option<ChannelStats>]) -> (Vec<[f32; 3]>, [f32; 2]) {
+/// As `scale_mla_descales`, in its order: bounds of q, k and v of each head, and of the latent and the rotated key.
+fn finish(model: &Model, l: &MlaLayer, stats: &[Option<ChannelStats>]) -> (Vec<[f32; 3]>, [f32; 2]) {
     let row = |row: u32| stats[row as usize].expect("statistics that a kernel leaves");
     let channel = |s: &ChannelStats, radius: f32| {
         [radius * s.norm2.sqrt() + s.constant.abs(), radius * s.raw2.sqrt() + s.absolute]
@@ -263,27 +263,27 @@ fn what_the_kernels_do_not_count_is_refused() {
             found.iter_mut().filter(|_| name.contains("kv_b_proj")).for_each(change);
             found
         };
-        LatentInput::new(&model.layout, 1, find).unwrap_err()
+        MlaInput::new(&model.layout, 1, find).unwrap_err()
     };
     let error = refused(json!({}), |tensor| tensor.shape[0] -= 1);
     assert!(error.is_mismatch() && error.to_string().contains("kv_b_proj.weight has shape"), "{error}");
     let model = Model::new(&json!({}), Dtype::Bf16, 1);
-    let error = LatentInput::new(&model.layout, 0, |_| None).unwrap_err();
+    let error = MlaInput::new(&model.layout, 0, |_| None).unwrap_err();
     assert!(error.is_mismatch() && error.to_string().contains("is missing"), "{error}");
-    assert!(LatentInput::new(&model.layout, 2, |name| model.find(name)).unwrap_err().is_argument());
+    assert!(MlaInput::new(&model.layout, 2, |name| model.find(name)).unwrap_err().is_argument());
 }
 
 /// Tables of the same layers elsewhere differ in what a launch brings alone.
 #[test]
 fn layers_that_move_change_addresses_alone() {
     let model = Model::new(&json!({"attention_bias": true}), Dtype::Bf16, 1);
-    let moved = |by: u64| -> Vec<LatentInput> {
+    let moved = |by: u64| -> Vec<MlaInput> {
         let find = |name: &str| {
             let mut found = model.find(name)?;
             found.ptr.0 += by;
             Some(found)
         };
-        (0..2).map(|layer| LatentInput::new(&model.layout, layer, find).unwrap()).collect()
+        (0..2).map(|layer| MlaInput::new(&model.layout, layer, find).unwrap()).collect()
     };
     let (here, there) = (moved(0), moved(1 << 20));
     assert!(here.iter().zip(&there).all(|(a, b)| a != b && a.without_places() == b.without_places()));
@@ -297,5 +297,5 @@ fn layers_that_move_change_addresses_alone() {
     }
     old.layers.iter_mut().zip(&new.layers).for_each(|(a, b)| a.latent_gain = b.latent_gain);
     assert_eq!(bytemuck::cast_slice::<_, u8>(&old.layers), bytemuck::cast_slice::<_, u8>(&new.layers));
-    assert_eq!(std::mem::offset_of!(LatentLayer, latent_gain), 0);
+    assert_eq!(std::mem::offset_of!(MlaLayer, latent_gain), 0);
 }
