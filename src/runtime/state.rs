@@ -2,6 +2,7 @@
 
 use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
+use crate::file::fnv1a;
 use crate::model::AttentionSpec;
 use crate::plan::ScalePlan;
 use crate::policy::PolicyState;
@@ -141,11 +142,6 @@ impl RuntimeState {
         }
         Ok(state)
     }
-}
-
-/// 64-bit FNV-1a: finds damage, not malice.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, b| (hash ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// Puts a new file in the place of an old one, all or nothing.

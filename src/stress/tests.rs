@@ -307,6 +307,7 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
         q: vec![crate::bound::OperandBound { exact: 1.0, rounded: 1.0 }; 4],
         k: vec![crate::bound::OperandBound { exact: 1.0, rounded: 1.0 }; 2],
         v: None,
+        m: None,
     };
     let report = policy.observe(&plan, &bounds, &stats).unwrap();
     let output = crate::attention::AttentionOutput { out: vec![], lse: vec![], stats };

@@ -19,6 +19,7 @@ fn rope() -> Rope {
         layout: RopeLayout::HalfSplit,
         attention_factor: 1.0,
         inv_freq: Some((0..8).map(|i| 0.5f64.powi(i)).collect()),
+        range: None,
     }
 }
 
