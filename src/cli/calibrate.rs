@@ -1,5 +1,6 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
+use super::centers::{self, CenterArgs};
 use super::latent;
 use super::model::Model;
 use super::numbers::{count, real};
@@ -8,7 +9,7 @@ use super::progress;
 use super::table::{Table, range, short};
 use crate::bound::{BoundKind, Tail};
 use crate::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
-use crate::plan::Granularity;
+use crate::plan::{CenterSource, Granularity};
 use crate::{Descale, Error, Result};
 use clap::ValueEnum;
 use std::fmt::Write;
@@ -54,6 +55,8 @@ pub struct Args {
     /// Also write the scales to FILE; for a checkpoint that an engine loads use `sigmascale export`
     #[arg(long, value_name = "FILE.safetensors")]
     export_scales: Option<PathBuf>,
+    #[command(flatten)]
+    centers: CenterArgs,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -114,6 +117,7 @@ impl Args {
             },
             as_paper: self.as_paper,
             c: self.c,
+            centers: self.centers.policy(),
             ..Options::default()
         };
         options.check()?;
@@ -276,6 +280,8 @@ fn table(profile: &Profile) -> String {
         out.push_str("These rows are those of the expanded form (prefill).\n\n");
         return out + &latent::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
     }
+    let source = method.centers.map_or(CenterSource::None, |centers| centers.k);
+    out.push_str(&centers::table(source, layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?)))));
     if layers.iter().any(|layer| layer.sigma.is_none()) {
         out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
     }

@@ -10,6 +10,7 @@
 #[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
+mod centers;
 mod chart;
 mod diagnose;
 mod doctor;

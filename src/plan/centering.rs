@@ -14,6 +14,7 @@ pub const CENTER_POSITIONS: usize = 2048;
 
 /// Where a center comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum CenterSource {
     /// Nothing is subtracted.
@@ -22,6 +23,7 @@ pub enum CenterSource {
     /// The constant part that the weights give keys (its mean over positions, where it rotates) and values.
     Weights,
     /// The mean of the keys or values that a runtime has seen.
+    #[cfg_attr(feature = "cli", value(skip))]
     Mean,
     /// The least worst-case bound in exact arithmetic. The mean of the bias has the smaller error.
     Minimax,
@@ -100,8 +102,8 @@ pub struct CenteredLayer {
     pub k_descale: Vec<Descale>,
     /// Descales that cover `v - m`.
     pub v_descale: Option<Vec<Descale>>,
-    /// The largest constant of a rotation pair of keys (of a channel without rotation), relative to the bound of k in exact
-    /// arithmetic, per KV head.
+    /// The largest constant of a rotation pair of keys (of a channel that does not rotate), relative to the bound of k in exact
+    /// arithmetic, per KV head; 0 without rotation, which leaves a bias invisible to softmax.
     pub bias_share: Vec<f64>,
     /// The bounds hold at positions below this; `None`: at all.
     pub positions: Option<usize>,
@@ -183,7 +185,7 @@ impl CenteredLayer {
         let descales = |bounds: &[OperandBound]| bounds.iter().map(|bound| bound.descale()).collect::<Result<Vec<_>>>();
         let bias_share = ranges.k.iter().zip(&bounds.k).map(|(head, bound)| {
             let constant = ranges.largest_constant(head);
-            if bound.exact > 0.0 { constant / bound.exact } else { 0.0 }
+            if bound.exact > 0.0 && ranges.rotary.is_some() { constant / bound.exact } else { 0.0 }
         });
         Ok(Self {
             k_descale: descales(&k)?,
@@ -196,7 +198,7 @@ impl CenteredLayer {
         })
     }
 
-    /// Whether the weights give keys a constant part, or anything is subtracted.
+    /// Whether the weights give rotated keys a constant part, or anything is subtracted.
     pub fn matters(&self) -> bool {
         !self.center.is_none() || self.bias_share.iter().any(|share| *share > 0.0)
     }
