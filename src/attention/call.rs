@@ -3,6 +3,7 @@
 use super::sequences::{Sequence, check_sequences};
 use super::shape::AttentionShape;
 use crate::error::{Error, Result};
+use crate::plan::Center;
 use std::borrow::Cow;
 use std::ops::Range;
 
@@ -66,6 +67,8 @@ pub struct AttentionCall<'a> {
     pub sequences: Option<&'a [Sequence]>,
     /// A logit a query head, in nats, that joins the row sum (gpt-oss).
     pub sinks: Option<&'a [f64]>,
+    /// What is subtracted from keys and values before their cast: exact for any values.
+    pub center: Option<&'a Center>,
 }
 
 impl AttentionCall<'_> {
@@ -78,6 +81,7 @@ impl AttentionCall<'_> {
             soft_cap: None,
             sequences: None,
             sinks: None,
+            center: None,
         }
     }
 
@@ -86,6 +90,16 @@ impl AttentionCall<'_> {
         let AttentionShape { batch, len_q, len_k, .. } = self.shape;
         let whole = |b: usize| Sequence { q: b * len_q..(b + 1) * len_q, k: b * len_k..(b + 1) * len_k };
         self.sequences.map_or_else(|| (0..batch).map(whole).collect(), Cow::Borrowed)
+    }
+
+    /// c of the KV head that a query head reads.
+    pub(crate) fn key_center(&self, head: usize) -> Option<&[f32]> {
+        self.center?.c(self.shape.kv_head(head))
+    }
+
+    /// m of the KV head that a query head reads.
+    pub(crate) fn value_center(&self, head: usize) -> Option<&[f32]> {
+        self.center?.m(self.shape.kv_head(head))
     }
 
     /// Keys that a query of a sequence sees, both counted from the sequence's first.
@@ -112,6 +126,8 @@ impl AttentionCall<'_> {
         if let Some(sequences) = self.sequences {
             check_sequences(&self.shape, sequences)?;
         }
+        let AttentionShape { n_kv_heads, d_head, d_v, .. } = self.shape;
+        self.center.map_or(Ok(()), |center| center.check(n_kv_heads, d_head, d_v))?;
         if let Some(sinks) = self.sinks {
             if sinks.len() != self.shape.n_q_heads {
                 let (have, want) = (sinks.len(), self.shape.n_q_heads);

@@ -68,12 +68,12 @@ fn appended_tokens_are_the_casts_of_rotated_ones() {
             cu_seqlens.push(cu_seqlens[s] + n);
         }
         let new = NewTokens { k: &new_k, v: &new_v, cu_seqlens: &cu_seqlens };
-        let out = cache.append(&over(&pages, &have), &new, &descales(), Some(&rope()), OnOverflow::Saturate).unwrap();
+        let out = cache.append(&over(&pages, &have), &new, &descales(), (Some(&rope()), None), OnOverflow::Saturate).unwrap();
         counts += out.k[1].count;
         have = out.lengths;
     }
     assert_eq!(counts, (total * 32) as u64);
-    let gathered = cache.gather(&over(&pages, &lengths), &descales()).unwrap();
+    let gathered = cache.gather(&over(&pages, &lengths), &descales(), None).unwrap();
     assert_eq!(gathered.cu_seqlens, [0, 33, 33, 97]);
     let cast = |x: f32, descale: f32| {
         Format::E4m3.round(x * Descale::new(descale).unwrap().quant_scale().get(), OnOverflow::Saturate) * descale
@@ -107,8 +107,8 @@ fn attention_over_pages_is_attention_over_rows() {
     let cu_seqlens_k = [0, 70, 87, 88];
     let mut cache = PagedKv::new(SHAPE).unwrap();
     let new = NewTokens { k: &k, v: &v, cu_seqlens: &cu_seqlens_k };
-    cache.append(&over(&pages, &[0; 3]), &new, &descales(), None, OnOverflow::Saturate).unwrap();
-    let gathered = cache.gather(&over(&pages, &lengths), &descales()).unwrap();
+    cache.append(&over(&pages, &[0; 3]), &new, &descales(), (None, None), OnOverflow::Saturate).unwrap();
+    let gathered = cache.gather(&over(&pages, &lengths), &descales(), None).unwrap();
     assert_eq!(gathered.cu_seqlens, cu_seqlens_k);
     for cu_seqlens_q in [[0, 1, 2, 3], [0, 4, 8, 9], [0, 50, 67, 67]] {
         let shape = AttentionShape { d_v: 24, ..shape(4, 2, cu_seqlens_q[3], total, 32) };
@@ -140,7 +140,7 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     let mut append = |pages: &[i32], lengths: &[usize], cu_seqlens: &[usize], k: &[f32], operands: &OperandDescales| {
         let table = BlockTable { pages, pages_per_sequence: 1, lengths };
         let new = NewTokens { k, v: &v, cu_seqlens };
-        let error = cache.append(&table, &new, operands, None, OnOverflow::Saturate).unwrap_err().to_string();
+        let error = cache.append(&table, &new, operands, (None, None), OnOverflow::Saturate).unwrap_err().to_string();
         assert_eq!(cache, before);
         error
     };
@@ -179,5 +179,5 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     assert!(PagedKv::new(PageShape { pages: usize::MAX, ..SHAPE }).unwrap_err().is_argument());
     // Shared pages may be read.
     let table = BlockTable { pages: &[3, 3], pages_per_sequence: 1, lengths: &[16, 9] };
-    assert_eq!(cache.gather(&table, &good).unwrap().cu_seqlens, [0, 16, 25]);
+    assert_eq!(cache.gather(&table, &good, None).unwrap().cu_seqlens, [0, 16, 25]);
 }

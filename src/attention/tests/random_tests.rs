@@ -82,7 +82,7 @@ impl Random {
     fn call(&self) -> AttentionCall<'_> {
         let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
         let (sequences, sinks) = (self.sequences.as_deref(), self.sinks.as_deref());
-        AttentionCall { shape, mask, softmax_scale, soft_cap, sequences, sinks }
+        AttentionCall { shape, mask, softmax_scale, soft_cap, sequences, sinks, center: None }
     }
 }
 
