@@ -8,7 +8,7 @@ use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::scale::Descale;
 pub use center::{Center, center_hash};
-pub use centering::{CENTER_POSITIONS, CenterPolicy, CenterSource, CenteredLayer, center_layer};
+pub use centering::{CENTER_POSITIONS, CenterPolicy, CenterSource, CenteredLayer, center_layer, centered_bounds};
 use serde::{Deserialize, Serialize};
 
 /// Scales of one layer.

@@ -51,7 +51,7 @@ impl Profile {
             let module = require_attention_module(family, prefix, layer.number)?;
             let n_q_heads = layer.logit_descales.len();
             let OperandDescales { q, k, v, .. } = operands;
-            Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, n_q_heads })
+            Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, centered: None, n_q_heads })
         };
         self.layers.iter().flatten().filter_map(|layer| Some((layer, layer.operands()?))).map(scales).collect()
     }

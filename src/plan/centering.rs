@@ -241,35 +241,45 @@ impl CenteredLayer {
         let layer = make(&bounds, &ranges).map_err(|error| error.within(&geometry.place))?;
         Ok(Some((bounds, layer)))
     }
+}
 
-    /// The layer's bounds with those of `k - c` and `v - m` in place of those of k and v. Logits stay those of the model; their
-    /// bound with rounded operands grows by what rounding c with the keys can add.
-    ///
-    /// # Errors
-    /// If there is no such layer.
-    pub fn bounds(&self, spec: &AttentionSpec, plain: &LayerBounds) -> Result<LayerBounds> {
-        let layer = spec.layer(plain.layer)?;
-        let mut out = plain.clone();
-        out.k.clone_from(&self.k);
-        out.v.clone_from(&self.v);
-        out.m = Center::amax(self.center.v.as_ref());
-        let Some(c) = &self.center.k else { return Ok(out) };
-        let root = (layer.d_head as f64).sqrt();
-        for (head, bounds) in out.heads.iter_mut().enumerate() {
-            let kv_head = head * self.k.len() / plain.heads.len();
-            let length = c[kv_head].iter().map(|c| f64::from(*c).powi(2)).sum::<f64>().sqrt();
-            // `||q8||` by its largest channel; subnormals of the wider of the two scales.
-            let q = plain.q[head].rounded;
-            let q8 = root * (q * (1.0 + E4M3_ROUNDING) + q / E4M3_MAX);
-            let step = (self.k[kv_head].rounded - plain.k[kv_head].rounded).max(0.0) / E4M3_MAX;
-            let error = length * E4M3_ROUNDING + root * step;
-            if let Some(rounded) = &mut bounds.rounded {
-                *rounded += layer.softmax_scale * q8 * error;
-                *rounded = spec.soft_cap.map_or(*rounded, |cap| rounded.min(cap));
-            }
+/// A layer's bounds with those of `k - c` and `v - m` in place of those of k and v: exact where ranges are known, and with |c| and
+/// |m| added where not. Logits stay those of the model; their bound with rounded operands grows by what rounding c with the
+/// keys can add.
+///
+/// # Errors
+/// As [`CenteredLayer::with`]; `is_argument` if there is no such layer.
+pub fn centered_bounds(
+    spec: &AttentionSpec,
+    plain: &LayerBounds,
+    ranges: Option<&LayerRanges>,
+    center: &Center,
+) -> Result<LayerBounds> {
+    let layer = spec.layer(plain.layer)?;
+    let amax = |rows: &Option<Vec<Vec<f32>>>| Center::amax(rows.as_ref());
+    let (largest_c, largest_m) = (amax(&center.k), amax(&center.v));
+    let mut out = match ranges {
+        None => plain.clone().around(largest_c.as_deref(), largest_m.as_deref()),
+        Some(ranges) => {
+            let CenteredLayer { k, v, .. } = CenteredLayer::with(center.clone(), plain, ranges)?;
+            LayerBounds { k, v, m: largest_m, ..plain.clone() }
         }
-        Ok(out)
+    };
+    let Some(c) = &center.k else { return Ok(out) };
+    let root = (layer.d_head as f64).sqrt();
+    for (head, bounds) in out.heads.iter_mut().enumerate() {
+        let kv_head = head * plain.k.len() / plain.heads.len();
+        let length = c[kv_head].iter().map(|c| f64::from(*c).powi(2)).sum::<f64>().sqrt();
+        // `||q8||` by its largest channel; subnormals by the wider of the two scales.
+        let q = plain.q[head].rounded;
+        let q8 = root * (q * (1.0 + E4M3_ROUNDING) + q / E4M3_MAX);
+        let step = (out.k[kv_head].rounded - plain.k[kv_head].rounded).max(0.0) / E4M3_MAX;
+        if let Some(rounded) = &mut bounds.rounded {
+            *rounded += layer.softmax_scale * q8 * (length * E4M3_ROUNDING + root * step);
+            *rounded = spec.soft_cap.map_or(*rounded, |cap| rounded.min(cap));
+        }
     }
+    Ok(out)
 }
 
 /// The layer whose center a layer's calls take: that of the layer whose keys and values it reads.

@@ -4,7 +4,8 @@ use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::file::fnv1a;
 use crate::model::AttentionSpec;
-use crate::plan::ScalePlan;
+use super::means::RunningMeans;
+use crate::plan::{CenterPolicy, ScalePlan};
 use crate::policy::PolicyState;
 use crate::spectral::{Estimator, PowerState};
 use serde::{Deserialize, Serialize};
@@ -35,6 +36,9 @@ pub struct RuntimeState {
     pub tail: Tail,
     /// Where the norms come from.
     pub estimator: Estimator,
+    /// Centers of keys and values.
+    #[serde(default = "no_centers")]
+    pub centers: CenterPolicy,
     /// Singular vectors, with [`Estimator::Power`].
     pub power: Option<PowerState>,
     /// What the policy knows.
@@ -54,6 +58,13 @@ pub struct LayerState {
     pub bounds: Option<LayerBounds>,
     /// The caller's version of the weights that they were computed from.
     pub weights_version: Option<u64>,
+    /// What keys and values have been on average.
+    #[serde(default)]
+    pub means: RunningMeans,
+}
+
+fn no_centers() -> CenterPolicy {
+    CenterPolicy::NONE
 }
 
 pub(super) fn check_version(version: u32) -> Result<()> {

@@ -311,7 +311,7 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
     };
     let report = policy.observe(&plan, &bounds, &stats).unwrap();
     let output = crate::attention::AttentionOutput { out: vec![], lse: vec![], centered: None, sums: None, stats };
-    let outcome = StepOutcome { plan, output, report, recomputed: false };
+    let outcome = StepOutcome { plan, center: crate::plan::Center::none(0), output, report, recomputed: false };
     let seen = look(Mode::Operands, &shape, &outcome);
     assert_eq!(seen.utilisation, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
     assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));

@@ -9,7 +9,6 @@ use crate::bound::Tail;
 use crate::error::{Error, Result};
 use crate::policy::PolicyConfig;
 use crate::runtime::RuntimeConfig;
-use crate::spectral::Estimator;
 use crate::stress::Mode;
 
 /// What a run is made from.
@@ -134,7 +133,7 @@ impl TrainOptions {
 
     /// What the run's runtime is made from, if it has one.
     pub(super) fn runtime(&self) -> Option<RuntimeConfig> {
-        self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail, estimator: Estimator::Gram })
+        self.policy.map(|policy| RuntimeConfig { tail: self.tail, ..policy.into() })
     }
 
     /// That of a layer's call in a step, which stochastic rounding has its own bits for.

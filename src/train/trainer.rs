@@ -11,7 +11,6 @@ use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::policy::{PolicyConfig, Report};
 use crate::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
-use crate::spectral::Estimator;
 use crate::stress::{Divergence, Quality, Seen, TraceRow, identity, look, row};
 use candle_core::Tensor;
 use std::path::Path;
@@ -106,7 +105,7 @@ impl Trainer {
     pub fn shadow(&mut self, policies: &[PolicyConfig]) -> Result<()> {
         let tail = self.options.tail;
         for &policy in policies {
-            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { policy, tail, estimator: Estimator::Gram })?);
+            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { tail, ..policy.into() })?);
         }
         Ok(())
     }
