@@ -247,12 +247,14 @@ impl Engine<'_> {
             logits: LogitStats::default(),
             repeated: 0,
         };
+        let visible: Vec<Range<usize>> = (0..rows).map(|row| call.visible(sequence, place.first + row)).collect();
+        let empty: Vec<bool> = visible.iter().map(Range::is_empty).collect();
         let kernel = Kernel {
             queries: &queries.values,
             packed,
             stride: self.operands.stride(),
             stride_v,
-            visible: (0..rows).map(|row| call.visible(sequence, place.first + row)).collect(),
+            visible,
             factor: self.operands.logit_factor(&scales),
             offsets: offsets.as_deref(),
             absolute,
@@ -279,8 +281,9 @@ impl Engine<'_> {
             let m = call.value_center(place.head);
             for row in 0..rows {
                 let from = tile.out.len();
-                // What centered keys took from the row's logits, where it is not there again already.
-                let offset = offsets.as_ref().filter(|_| !absolute).map_or(0.0, |offsets| offsets[row]);
+                // What centered keys took from the row's logits, where it is not there again already. A row without keys has none,
+                // and is not read.
+                let offset = offsets.as_ref().filter(|_| !absolute && !empty[row]).map_or(0.0, |offsets| offsets[row]);
                 let sink = self.operands.sink(place.head).map(|sink| sink - offset);
                 let Finished { factor, share, lse } = finish(undo, state.max[row], state.sum[row], sink);
                 let sums = &state.out[row * stride_v..][..d_v];

@@ -74,7 +74,7 @@ fn rows<'a>(call: &'a AttentionCall<'_>, q: &'a [f64], k: &'a [f64]) -> impl Ite
         let place = |j| (shape.k_at(sequence.k.start + j, kv_head), shape.v_at(sequence.k.start + j, kv_head));
         let keys: Vec<(usize, usize)> = call.visible(&sequence, i).map(place).collect();
         // What centered keys take from each logit: a soft-cap needs it before it, a sink and the log-sum-exp afterwards.
-        let c = widened(call.key_center(head));
+        let c = widened(call.key_center(head).filter(|_| !keys.is_empty()));
         let offset = call.softmax_scale * dot(&q[q_at..], &c, c.len());
         let (before, after) = if call.soft_cap.is_some() { (offset, 0.0) } else { (0.0, offset) };
         let logit = |&(key, _): &(usize, usize)| {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::model::{Rope, RopeLayout};
+use crate::plan::Center;
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
@@ -180,4 +181,62 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     // Shared pages may be read.
     let table = BlockTable { pages: &[3, 3], pages_per_sequence: 1, lengths: &[16, 9] };
     assert_eq!(cache.gather(&table, &good, None).unwrap().cu_seqlens, [0, 16, 25]);
+}
+
+/// A cache with a center holds the casts of what is left, in chunks or at once, and gives back what a dense call sees.
+#[test]
+fn a_cache_with_a_center_is_that_of_a_dense_call() {
+    let mut rng = StdRng::seed_from_u64(8);
+    let lengths = [33, 17, 64];
+    let pages = shuffled(&mut rng, 80);
+    let total: usize = lengths.iter().sum();
+    let shape = AttentionShape {
+        batch: 1,
+        n_q_heads: 4,
+        n_kv_heads: 2,
+        len_q: total,
+        len_k: total,
+        d_head: SHAPE.d_head,
+        d_v: SHAPE.d_v,
+    };
+    let center = loop {
+        let center = super::random_tests::random_center(&shape, 2.0, &mut rng);
+        if center.k.is_some() && center.v.is_some() {
+            break center;
+        }
+    };
+    let (q, k, v) =
+        (draw(&mut rng, shape.q_elements()), draw(&mut rng, shape.k_elements()), draw(&mut rng, shape.v_elements()));
+    let (mut at_once, mut in_parts) = (PagedKv::new(SHAPE).unwrap(), PagedKv::new(SHAPE).unwrap());
+    let append = |cache: &mut PagedKv, have: &[usize], upto: &[usize]| {
+        let (mut new_k, mut new_v, mut ends) = (Vec::new(), Vec::new(), vec![0]);
+        for s in 0..3 {
+            let first = lengths[..s].iter().sum::<usize>();
+            new_k.extend(&k[(first + have[s]) * 64..(first + upto[s]) * 64]);
+            new_v.extend(&v[(first + have[s]) * 48..(first + upto[s]) * 48]);
+            ends.push(ends[s] + upto[s] - have[s]);
+        }
+        let new = NewTokens { k: &new_k, v: &new_v, cu_seqlens: &ends };
+        let how = (None, Some(&center));
+        cache.append(&over(&pages, have), &new, &descales(), how, OnOverflow::Saturate).unwrap()
+    };
+    let all = append(&mut at_once, &[0; 3], &lengths);
+    append(&mut in_parts, &[0; 3], &[5, 17, 40]);
+    append(&mut in_parts, &[5, 17, 40], &lengths);
+    assert_eq!(at_once, in_parts);
+    let gathered = at_once.gather(&over(&pages, &lengths), &descales(), Some(&center)).unwrap();
+    let sequences = Sequence::packed(&gathered.cu_seqlens, &gathered.cu_seqlens, None).unwrap();
+    let plain = AttentionCall { sequences: Some(&sequences), ..AttentionCall::causal(shape) };
+    let call = AttentionCall { center: Some(&center), ..plain };
+    let inputs = Inputs { q: &q, k: &k, v: &v };
+    let plan =
+        ScalePlan { layer: 0, logit_bound: None, logit_descale: vec![Descale::ONE; 4], operands: descales() };
+    let cast = dequantised(&call, &inputs, &plan, OnOverflow::Saturate).unwrap();
+    assert_eq!((&gathered.k, &gathered.v), (&cast.k, &cast.v));
+    let stats = Cpu.forward(&call, &inputs, &plan, &Precision::KERNEL).unwrap().stats;
+    assert_eq!((all.k[0].amax, all.v[1].amax), (stats.k[0].amax, stats.v[1].amax));
+    let other = Center::none(0);
+    assert_ne!(at_once.gather(&over(&pages, &lengths), &descales(), Some(&other)).unwrap().k, gathered.k);
+    let wrong = Center::new(0, Some(vec![vec![1.0; 8]; 2]), None).unwrap();
+    assert!(at_once.gather(&over(&pages, &lengths), &descales(), Some(&wrong)).unwrap_err().is_mismatch());
 }
