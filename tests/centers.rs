@@ -334,7 +334,7 @@ fn layers_that_need_a_shift_have_no_center_by_default() {
     let both = CenterPolicy { v: CenterSource::Weights, ..CenterPolicy::CACHE };
     let (k, v, layer) = of(&|_| {}, CenterPolicy::CACHE);
     assert!(k && !v && layer.bias_share[0] > 0.5, "{layer:?}");
-    assert!(layer.k[0].exact < 0.7 * ranges_of(&planted).0.k[0].exact);
+    assert!(layer.k[0].exact < 0.7 * ranges_of(&planted).1.k[0].plain().exact);
     assert_eq!((of(&|_| {}, both).0, of(&|_| {}, both).1), (true, true));
     let (k, v, _) = of(&|spec| spec.soft_cap = Some(30.0), both);
     assert!(!k && v);

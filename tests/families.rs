@@ -510,12 +510,12 @@ fn families_with_a_key_bias_have_a_center() {
             assert_eq!(has && rotates, (spec.bias.k || spec.norm.shift || shift.is_some()) && rotates, "{label}");
             for (head, c) in center.k.iter().flatten().enumerate() {
                 if c.iter().all(|c| *c == 0.0) {
-                    assert_eq!(k[head], bounds.k[head], "{label}");
+                    assert!(k[head].rounded <= bounds.k[head].rounded, "{label}");
                     continue;
                 }
                 lowered += 1;
                 found.insert(case.name);
-                assert!(k[head].exact < bounds.k[head].exact, "{label}");
+                assert!(k[head].exact < ranges.k[head].plain().exact, "{label}");
                 for (c, want) in c.iter().zip(&have[head]) {
                     assert!((f64::from(*c) - want).abs() <= want.abs() / 256.0, "{label}: {c} for {want}");
                 }

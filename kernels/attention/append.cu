@@ -16,7 +16,7 @@
 #define BLOCK_N 128
 #endif
 
-// Written by the host byte for byte (src/device/attention/paged_params.rs).
+// Written by the host byte for byte (src/device/attention/params.rs).
 struct AppendTensor {
   const void* in;
   u8* out;                              // q: [sequences, length, heads, dim]; k and v: pages

@@ -19,6 +19,13 @@
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
+// Keys of a block and queries of a tile (src/device/attention/backward_cut.rs).
+#ifndef BLOCK_KEYS
+#define BLOCK_KEYS 128
+#endif
+#ifndef BLOCK_ROWS
+#define BLOCK_ROWS 64
+#endif
 // 1: heads have fewer columns than HEAD_DIM, p.d of them in q and k, p.d_v in v and the output; the others are zero.
 #ifndef FILL
 #define FILL 0
@@ -99,8 +106,8 @@ namespace {
 constexpr int kDim = HEAD_DIM;
 constexpr int kColumns = COLUMNS;
 constexpr bool kWide = kDim == 256;              // consumers share the columns of 64 keys; else each has 64 keys
-constexpr int kKeys = kWide ? 64 : 128;          // of a block
-constexpr int kRows = kDim == 64 ? 128 : 64;     // queries of a tile
+constexpr int kKeys = BLOCK_KEYS;                      // of a block
+constexpr int kRows = BLOCK_ROWS;                      // queries of a tile
 constexpr int kTerms = 2 + DQ8, kQuantTerm = 2;
 constexpr int kTermFloats = kTerms * kRows;
 constexpr int kSumFloats = kRows * kDim;

@@ -22,6 +22,8 @@
 #include "attention/cast_rows.cuh"
 #include "ptx/launch.cuh"
 
+static_assert(!VARLEN || PROCESSORS > 0, "the list of tiles is made for a number of multiprocessors");
+
 // Written by the host byte for byte (src/device/attention/params.rs).
 struct CastTensor {
   const void* in;

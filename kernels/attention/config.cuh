@@ -1,5 +1,5 @@
 // Compile-time configuration of the forward kernel and its shared-memory plan. The host passes the macros
-// (src/device/attention/engine.rs); everything else reads the constants made from them.
+// (src/device/attention/variant.rs); everything else reads the constants made from them.
 #pragma once
 #include "common/types.cuh"
 
@@ -45,8 +45,9 @@
 #ifndef SPLIT_KV
 #define SPLIT_KV 0
 #endif
-#ifndef ROLLED
-#define ROLLED 0
+// The loop over the keys: one of `Mainloop`. The host chooses it (src/device/attention/variant.rs).
+#ifndef MAINLOOP
+#define MAINLOOP 0
 #endif
 #ifndef WINDOW
 #define WINDOW 0
@@ -83,8 +84,6 @@ constexpr bool kLogitsE4m3 = LOGITS_E4M3;
 // Few query rows: heads of a GQA group share a tile, and keys are split over blocks (scheduler_split.cuh). Compiled with
 // CAUSAL; `Params::causal_offset` says whether the call is.
 constexpr bool kSplitKv = SPLIT_KV;
-// Double-buffered logits in one loop body without unrolled copies, for splits of few tiles (mainloop_rolled.cuh).
-constexpr bool kRolled = ROLLED;
 // Windows to the left and right of a query by `Params`, which may say that there is none. Compiled with CAUSAL.
 constexpr bool kWindow = WINDOW;
 // Sequences of unequal length: tiles come from a schedule in the workspace (schedule.cuh). Compiled with WINDOW.
@@ -97,7 +96,7 @@ constexpr bool kSink = SINK;
 constexpr bool kRawMax = kLogitsE4m3 || (kSoftCap && kTelemetry);
 // Keys and values lie in pages, and the lengths of sequences in device memory (scheduler_paged.cuh).
 constexpr bool kPaged = PAGED;
-// Values come as rows, and idle warps bring them into V's layout (transpose.cuh).
+// Values come as rows, and idle warps bring them into V's layout (values.cuh).
 constexpr bool kVRows = V_ROWS;
 // The tensor core's FP8 accumulator is narrower than f32 and truncates, so P V needs a second level of accumulation:
 //   Flush    O stays in the tensor core's accumulator, and is added to an f32 O in shared memory every FLUSH_KEYS
@@ -105,12 +104,15 @@ constexpr bool kVRows = V_ROWS;
 // or, with F16, P and V in 16 bits (V written so by cast_qkv.cu), whose accumulator needs none.
 enum class Pv { Flush, Promote, F16 };
 constexpr Pv kPv = (Pv)PV;
-// Two tiles of logits in flight (mainloop_double.cuh), where the registers of a thread hold them, or one (mainloop_single.cuh).
-constexpr bool kDoubleLogits = kConsumers == 2 && kBlockN <= 128 && !kLogitsE4m3 && kValueDim <= 128 &&
-                               !kSoftCap && !(kWindow && kTelemetry);
-// P V is promoted in slices of columns, through the registers of the logits (mainloop_sliced.cuh), where a thread has no others
-// beside O. Of 64 columns the logits' registers hold two slices.
-constexpr bool kSliced = kPv == Pv::Promote && (kValueDim > 128 || (kConsumers > 2 && kValueDim > 64));
+//   Single   one tile of logits in flight (mainloop_single.cuh)
+//   Double   two of them, where the registers of a thread hold them (mainloop_double.cuh)
+//   Rolled   the same in one loop body without unrolled copies, for splits of few tiles (mainloop_rolled.cuh)
+//   Sliced   P V is promoted in slices of columns, through the registers of the logits (mainloop_sliced.cuh), where a thread has
+//            no others beside O. Of 64 columns the logits' registers hold two slices.
+enum class Mainloop { Single, Double, Rolled, Sliced };
+constexpr Mainloop kMainloop = (Mainloop)MAINLOOP;
+constexpr bool kDoubleLogits = kMainloop == Mainloop::Double || kMainloop == Mainloop::Rolled;
+constexpr bool kSliced = kMainloop == Mainloop::Sliced;
 constexpr int kSlice = kValueDim > 128 ? 64 : kValueDim;
 constexpr int kSlices = kValueDim / kSlice;
 // The last of several slices has registers of its own and is added to O under the next Q K^T. At 256 columns they come from the
@@ -135,7 +137,9 @@ static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two o
 static_assert(kPv != Pv::Flush || kFlushTiles > 0, "a flush follows a product");
 static_assert(!kLogitsE4m3 || kPv == Pv::Flush || kSliced, "the forms in which E4M3 logits are compiled");
 static_assert(kTelemetry || !kLogitsE4m3, "overflow must not go unseen");
-static_assert(!kRolled || (kSplitKv && kDoubleLogits), "the rolled loop is a form of the double-buffered one");
+static_assert(kMainloop != Mainloop::Rolled || kSplitKv, "the form in which the rolled loop is compiled");
+static_assert(!kDoubleLogits || !(kLogitsE4m3 || kSoftCap), "the double-buffered loop neither rounds nor caps");
+static_assert(!kSliced || kPv == Pv::Promote, "slices are promoted");
 static_assert((!kWindow || kCausal) && (!kVarlen || kWindow), "the form in which windows are compiled");
 static_assert(!kPaged || !(kVarlen || kSoftCap), "pages have a schedule of their own");
 static_assert(!kPaged || (kSplitKv && kDoubleLogits && kPv == Pv::Promote), "the form in which pages are compiled");

@@ -149,51 +149,19 @@ struct Consumer {
     tail = kBlockN;
 #endif
   }
-  __device__ __forceinline__ Unmasked unmasked_tiles(const QueryTile& tile) const {
-    const Lengths length = item_lengths(tile.item);
-    Unmasked open = {0, length.k / kBlockN};
-    if constexpr (kCausal) open.end = min(open.end, max(0, last_visible_key(params, length, tile.row) + 1) / kBlockN);
-    if constexpr (kSplitKv || kWindow) open.end = max(0, open.end - tile.first_key_tile);
-    if constexpr (kWindow) {
-      const int last_row = min(tile.row + row_of(params, kRows - 1).position, length.q - 1);
-      open.first = max(0, ceil_div(max(0, first_visible(length, last_row, params.window_left)), kBlockN) - tile.first_key_tile);
-    }
-    return open;
-  }
+  // The mask (mask_logits.cuh).
+  __device__ __forceinline__ Unmasked unmasked_tiles(const QueryTile& tile) const;
+  __device__ __forceinline__ int last_key(const QueryTile& tile, int n, int r) const;
+  __device__ __forceinline__ int first_key(const QueryTile& tile, int n, int r) const;
+  template <bool Min>
+  __device__ __forceinline__ void mask_tile(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, float (&low)[2]);
+  __device__ __forceinline__ void mask_and_scan(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, bool masked,
+                                                float (&top)[2], float (&low)[2]);
+  // The rounding of logits to E4M3 (logits_e4m3.cuh).
+  __device__ __forceinline__ void round_logits(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, bool masked,
+                                               float (&top)[2], float (&low)[2]);
   // A count of tiles. NOTES: with windows there are more of them than registers, unless the assembler knows that they are uniform.
   __device__ __forceinline__ static int count(int tiles) { return kWindow ? uniform(tiles) : tiles; }
-  // The last key that row r of this thread sees, counted from its first key of tile n.
-  __device__ __forceinline__ int last_key(const QueryTile& tile, int n, int r) const {
-    const Place at = place();
-    const int row = tile.row + row_of(params, at.row + 8 * r).position;
-    const Lengths length = lengths(params, slot(tile.item));
-    int last = length.k - 1;
-    if constexpr (kCausal) last = min(last, last_visible_key(params, length, row));
-    return (row < length.q ? last : -1) - (tile.first_key_tile + n) * kBlockN - 2 * at.quad;
-  }
-  // The first, with windows.
-  __device__ __forceinline__ int first_key(const QueryTile& tile, int n, int r) const {
-    const Place at = place();
-    const int row = tile.row + row_of(params, at.row + 8 * r).position;
-    const int first = first_visible(lengths(params, slot(tile.item)), row, params.window_left);
-    return first - (tile.first_key_tile + n) * kBlockN - 2 * at.quad;
-  }
-  // Hides the logits of keys that a row does not see. `low` takes in the smallest of what stays, with telemetry.
-  template <bool Min>
-  __device__ __forceinline__ void mask_tile(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, float (&low)[2]) {
-    if (!kWindow || n >= open.end) {
-      const int last[2] = {last_key(tile, n, 0), last_key(tile, n, 1)};
-      if (Min && !kWindow) mask(s, last, low); else mask(s, last);
-    }
-    if constexpr (kWindow) {
-      if (n < open.first) {
-        const int first[2] = {first_key(tile, n, 0), first_key(tile, n, 1)};
-        mask_before(s, first);
-      }
-      if (Min) visible_min(s, low);
-    }
-  }
-
   // Releases the first tiles of an item, which only later rows of the block see.
   __device__ __forceinline__ void skip_hidden_tiles(const QueryTile& tile) {
     const Lengths length = item_lengths(tile.item);
@@ -232,45 +200,6 @@ struct Consumer {
       to_units = logit_scale / logit_descale, scale = logit_descale * kLog2e;
     } else {
       scale = logit_scale * kLog2e;
-    }
-  }
-  // Masks (and rounds) the logits of tile n, and finds their extremes: `top` and `low` by `scan`.
-  __device__ __forceinline__ void mask_and_scan(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, bool masked,
-                                                float (&top)[2], float (&low)[2]) {
-    float seen[2] = {-kLowest, -kLowest};
-    if constexpr (kSoftCap && !kRawMax) soft_cap(s, tile.to_caps);
-    if (masked) mask_tile<kTelemetry>(tile, open, s, n, seen);
-    if constexpr (kSoftCap && kRawMax) exact_max(s, top), exact_min(s, low);
-    else scan<kTelemetry>(s, top, low);
-    if (masked) low[0] = seen[0], low[1] = seen[1];
-    if constexpr (kSoftCap && kRawMax) {
-      soft_cap(s, tile.to_caps);
-      if (masked) mask_tile<false>(tile, open, s, n, seen);
-    }
-    if constexpr (kLogitsE4m3) {
-      take_extremes(s, top, low, rows, tile.to_caps, masked);
-      // NOTES: counted where the extremes show that there is something to count.
-      const float most = fmaxf(fmaxf(top[0], top[1]), -fminf(low[0], low[1])) * to_units;
-      if (__any_sync(~0u, most > 448.0f)) {
-        // Behind the queries of a sequence lie those of the next
-        float units[2] = {to_units, to_units};
-#pragma unroll
-        for (int r = 0; kVarlen && r < 2; r++)
-          if (tile.row + row_of(params, place().row + 8 * r).position >= lengths(params, slot(tile.item)).q) units[r] = 0.0f;
-        rows.overflow += count_overflow(s, units);
-      }
-      // NOTES: rounding keeps order, so the largest logit rounded is the largest rounded logit. It turns a masked one into
-      // -448, so the mask runs again.
-#pragma unroll
-      for (int r = 0; !kSoftCap && r < 2; r++) rows.raw_max[r] = fmaxf(rows.raw_max[r], top[r]);
-      const float tops[2] = {top[0], top[1]};
-      round_to_e4m3(top, to_units);
-      round_to_e4m3(s, to_units);
-      if (masked) {
-        mask_tile<false>(tile, open, s, n, seen);
-#pragma unroll
-        for (int r = 0; r < 2; r++) top[r] = tops[r] < kLowest ? tops[r] : top[r];
-      }
     }
   }
   // Adds O to the f32 accumulator in shared memory.

@@ -3,7 +3,7 @@
 // in each quad of lanes.
 #pragma once
 #include "attention/quad.cuh"
-#include "attention/consumer.cuh"
+#include "attention/logits_e4m3.cuh"
 #include "common/step_stats.cuh"
 #include "ptx/memory.cuh"
 

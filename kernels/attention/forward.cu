@@ -4,6 +4,9 @@
 // runs a mainloop over the keys (mainloop_*.cuh) with an online softmax (softmax.cuh), and writes the result (epilogue.cuh).
 // Barriers and buffers are those of pipeline.cuh, variants those of config.cuh.
 //
+// The mainloop to read first is mainloop_double.cuh: it runs nearly all calls on heads of 128. The others are for what its
+// registers do not hold (config.cuh).
+//
 // Operands: Q, K by TMA from any [batch, length, heads, dim] strides. V as cast_qkv.cu writes it: for P V in F16 as rows in
 // F16, [batch, length, heads, dim]; for FP8 as [batch, kv head, ceil(keys / 16), dim / 8, 8, 16] bytes, where byte 4 t + e of a group of 16 keys holds key
 // 8 (e / 2) + 2 t + e % 2. That is the K-major core-matrix order of `wgmma`, and its key order makes the accumulator
@@ -16,8 +19,8 @@
 #include "attention/mainloop_sliced.cuh"
 #include "ptx/reduce.cuh"
 
-// The host reads it.
-extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
+// The host reads them.
+extern "C" __constant__ int SHARED_BYTES = kSharedBytes, RUN_BYTES = kRun, VALUE_MATRICES = kValueMatrices;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
@@ -55,8 +58,8 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     u32 p_operand[kPRegisters];
     RowState rows;
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
-    if constexpr (kRolled) mainloop_rolled(c);
-    else if constexpr (kDoubleLogits) mainloop_double(c);
+    if constexpr (kMainloop == Mainloop::Rolled) mainloop_rolled(c);
+    else if constexpr (kMainloop == Mainloop::Double) mainloop_double(c);
     else if constexpr (kSliced) mainloop_sliced(c);
     else mainloop_single(c);
     // Shared memory stays until the copy engine has read it

@@ -10,8 +10,8 @@
 #include "attention/mainloop_double.cuh"
 #include "attention/mainloop_rolled.cuh"
 
-// The host reads it.
-extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
+// The host reads them.
+extern "C" __constant__ int SHARED_BYTES = kSharedBytes, RUN_BYTES = kRun, VALUE_MATRICES = kValueMatrices;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_paged(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
@@ -58,7 +58,7 @@ attention_paged(const __grid_constant__ TensorMap map_q, const __grid_constant__
     u32 p_operand[kPRegisters];
     RowState rows;
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
-    if constexpr (kRolled) mainloop_rolled(c);
+    if constexpr (kMainloop == Mainloop::Rolled) mainloop_rolled(c);
     else mainloop_double(c);
   }
 }

@@ -33,9 +33,9 @@ struct Params {
   i64 v_descale_batch, v_descale_head, o_descale_batch, o_descale_head;
   float softmax_scale;
   int batch, heads_q, heads_kv, len_q, len_k;
-  int packed;                    // 1: the consumers of a block take different heads of a GQA group at the same rows
-  int row_blocks;                // ceil(len_q / (packed ? 64 : 64 * consumers))
-  int units;                     // batch * heads_q / (packed ? consumers : 1)
+  int pack_gqa;                  // 1: the consumers of a block take different heads of a GQA group at the same rows
+  int row_blocks;                // ceil(len_q / (pack_gqa ? 64 : 64 * consumers))
+  int units;                     // batch * heads_q / (pack_gqa ? consumers : 1)
   int section;                   // units whose keys and values share the L2 cache
   // Split KV only. Units are `tile_heads` heads of a group, row_blocks ceil(len_q / (active_consumers * positions)).
   void* o_partial;               // [splits, batch, len_q, heads_q, kValueDim] F16, in units of v's descale: at most 448

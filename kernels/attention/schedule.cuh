@@ -7,6 +7,12 @@
 #include "attention/mask.cuh"
 #include "attention/sequences.cuh"
 
+// Multiprocessors that lists of tiles are made for: not those of the device, since results must not depend on them. The host tells
+// the cast, which makes the lists (src/device/attention/tile.rs).
+#ifndef PROCESSORS
+#define PROCESSORS 0
+#endif
+
 // What a tile needs of its sequence.
 struct SequenceRows {
   int q_row, len_q;        // first query, in its entry of the batch
@@ -45,7 +51,7 @@ static_assert(sizeof(ScheduleParams) == 16 + 40 + 14 * 4, "the host writes this 
 namespace {
 
 constexpr int kScheduleBins = 256;
-constexpr int kScheduleProcessors = 132;  // not those of the device: results must not depend on them
+constexpr int kProcessors = PROCESSORS > 0 ? PROCESSORS : 1;
 
 // The rows of sequence s. Lists that break their rules give wrong rows, but none outside of the tensors.
 __device__ __forceinline__ SequenceRows rows_of(const ScheduleParams& p, int s) {
@@ -118,7 +124,7 @@ __device__ __forceinline__ int choose_part(const ScheduleParams& p) {
     }
     items = sum(items) * p.units;
     const i64 one = (i64)part * p.key_tile_time + p.item_time;
-    const i64 all = items <= kScheduleProcessors ? one : (work + items * p.item_time) / kScheduleProcessors + one / 2;
+    const i64 all = items <= kProcessors ? one : (work + items * p.item_time) / kProcessors + one / 2;
     mine = min(mine, (all + (parts > 1 ? p.combine_time : 0)) << 20 | part);
   }
   if (lane == 0) best[warp] = mine;

@@ -41,14 +41,14 @@ __device__ __forceinline__ Tile decode(const Params& p, int index, int row_block
     const ScheduledTile& tile = p.schedule->tiles[block];
     own = tile.sequence;
     first = tile.first_key_tile;
-    return {tile.batch, unit * (p.packed ? kConsumers : 1), tile.row, tile.key_tiles};
+    return {tile.batch, unit * (p.pack_gqa ? kConsumers : 1), tile.row, tile.key_tiles};
   }
   if constexpr (kCausal) block = p.row_blocks - 1 - block;
   const int per_batch = p.units / p.batch;
-  const int rows = p.packed ? kRows : kRows * kConsumers;
+  const int rows = p.pack_gqa ? kRows : kRows * kConsumers;
   Tile t;
   t.batch = unit / per_batch;
-  t.head = (unit - t.batch * per_batch) * (p.packed ? kConsumers : 1);
+  t.head = (unit - t.batch * per_batch) * (p.pack_gqa ? kConsumers : 1);
   t.row = block * rows;
   if constexpr (kWindow) {
     const KeyTiles keys = visible_tiles({p.len_q, p.len_k}, t.row, t.row + rows, p.window_left, p.window_right, kBlockN);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
       } else {
         ptx::mbarrier_arrive(pipeline.q_full(q.index, w));
       }
-      if (p.packed) item.tile.head++; else item.tile.row += kRows;
+      if (p.pack_gqa) item.tile.head++; else item.tile.row += kRows;
     }
     if (!alive) break;
     q.advance();

@@ -12,6 +12,8 @@ static_assert(sizeof(Sequences) == 40, "the host writes this layout");
 
 namespace {
 
+constexpr int kValueTile = 128;  // keys
+
 // The last sequence that starts at or before a row; -1 where none does. Empty sequences share their start with the next.
 __device__ __forceinline__ int sequence_at(const int* starts, int count, int row) {
   int low = -1, high = count;
@@ -24,6 +26,6 @@ __device__ __forceinline__ int sequence_at(const int* starts, int count, int row
 
 // Values of each sequence start a tile of 128 keys of their own, so that a tile holds no other sequence's:
 // ceil(keys / 128) <= floor(start of the next / 128) - floor(start / 128) + 1.
-__device__ __forceinline__ int value_tile(int k_start, int sequence) { return k_start / 128 + sequence; }
+__device__ __forceinline__ int value_tile(int k_start, int sequence) { return k_start / kValueTile + sequence; }
 
 }  // namespace

@@ -82,37 +82,6 @@ template <int N> __device__ __forceinline__ void soft_cap(float (&s)[N], float t
   for (int i = 0; i < N; i++) s[i] = soft_cap(s[i] * to_caps);
 }
 
-// Sets logits past a row's last visible key to minus infinity. `last[r]` counts from this thread's first key of the tile.
-template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (&last)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
-}
-// The same; `low` takes in the smallest of what stays.
-template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (&last)[2], float (&low)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    const int r = (i >> 1) & 1;
-    const bool hidden = (i >> 2) * 8 + (i & 1) > last[r];
-    low[r] = hidden ? low[r] : fminf(low[r], s[i]);
-    s[i] = hidden ? __int_as_float(0xff800000) : s[i];
-  }
-}
-// Logits before a row's first visible key likewise.
-template <int N> __device__ __forceinline__ void mask_before(float (&s)[N], const int (&first)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    if ((i >> 2) * 8 + (i & 1) < first[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
-}
-// `low` becomes the smallest of the logits that no mask took.
-template <int N> __device__ __forceinline__ void visible_min(const float (&s)[N], float (&low)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    const int r = (i >> 1) & 1;
-    low[r] = s[i] == __int_as_float(0xff800000) ? low[r] : fminf(low[r], s[i]);
-  }
-}
-
 // Recomputes the extremes of a tile where `scan` could not find them by integer order, and takes in the minima.
 // `running_max`: of each row before this tile. `masked`: `low` is of the unmasked logits already.
 __device__ __forceinline__ void resolve_extremes(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], RowState& rows,
@@ -216,26 +185,6 @@ __device__ __forceinline__ void flush(float (&o)[N], float4* slot, const float (
     o[4 * i + 2] = fmaf(x.z, factor[1], o[4 * i + 2]);
     o[4 * i + 3] = fmaf(x.w, factor[1], o[4 * i + 3]);
     if (Store) slot[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-  }
-}
-
-// Logits that do not fit E4M3 in units of the descale, but for masked ones. `to_units` is 0 for a row that does not count.
-template <int N> __device__ __forceinline__ u32 count_overflow(const float (&s)[N], const float (&to_units)[2]) {
-  u32 count = 0;
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    const float x = fabsf(s[i] * to_units[(i >> 1) & 1]);
-    count += x > 448.0f && x < __int_as_float(0x7f800000);
-  }
-  return count;
-}
-// Rounds logits to E4M3 in units of the descale.
-template <int N> __device__ __forceinline__ void round_to_e4m3(float (&s)[N], float to_units) {
-#pragma unroll
-  for (int i = 0; i < N; i += 2) {
-    const u32 h = ptx::f16x2_from_e4m3x2(ptx::e4m3x2(s[i] * to_units, s[i + 1] * to_units));
-    s[i] = ptx::f32_from_f16((u16)h);
-    s[i + 1] = ptx::f32_from_f16((u16)(h >> 16));
   }
 }
 

@@ -5,11 +5,11 @@ use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
 use pyo3::intern;
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
+use sigmascale::attention::{AttentionShape, Keeps, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, Rope, RowBounds, SavedOperands,
-    Sequences, Tensors, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, DeviceCall, Element, Keys, Rope,
+    RowBounds, SavedOperands, SavedRows, Sequences, Tensors, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -69,21 +69,16 @@ pub fn descales([q, k, v]: &[Array; 3]) -> Result<Descales> {
     Ok(Descales { q: q?, k: k?, v: v?, o: None, logit: None })
 }
 
-fn shape(q: &Array, k: &Array, v: &Array) -> Result<AttentionShape> {
-    let (&[batch, len_q, n_q_heads, d_head], &[_, len_k, n_kv_heads, _], &[.., d_v]) = (&q.2[..], &k.2[..], &v.2[..])
-    else {
-        return Err(Error::argument("q, k and v must be (batch, length, heads, d_head)"));
-    };
-    Ok(AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v })
-}
-
 /// Starts and ends of queries and of keys, and the longest of each.
 type Places = ([Array; 4], usize, usize);
 
 /// Causal, the widths of a window to the left and to the right, softmax scale, soft-cap, sinks, sequences.
 type Conditions = (bool, Option<usize>, Option<usize>, f64, Option<f64>, Option<Array>, Option<Places>);
 
-fn terms((causal, window_left, window_right, softmax_scale, soft_cap, sinks, places): &Conditions) -> Result<Terms> {
+fn described(
+    (causal, window_left, window_right, softmax_scale, soft_cap, sinks, places): &Conditions,
+    shape: AttentionShape,
+) -> Result<DeviceCall> {
     let sequences = |(places, max_len_q, max_len_k): &Places| {
         let [q_starts, q_ends, k_starts, k_ends] = places;
         Ok::<_, Error>(Sequences {
@@ -95,10 +90,11 @@ fn terms((causal, window_left, window_right, softmax_scale, soft_cap, sinks, pla
             max_len_k: *max_len_k,
         })
     };
-    Ok(Terms {
+    Ok(DeviceCall {
+        shape,
         mask: Mask { causal: *causal, window_left: *window_left, window_right: *window_right },
-        softmax_scale: *softmax_scale as f32,
-        soft_cap: soft_cap.map(|cap| cap as f32),
+        softmax_scale: *softmax_scale,
+        soft_cap: *soft_cap,
         sinks: optional("sinks", sinks)?,
         sequences: places.as_ref().map(sequences).transpose()?,
     })
@@ -127,15 +123,15 @@ pub struct Forward {
 }
 
 impl Forward {
-    fn accumulator(&self) -> Result<PvAccumulator> {
-        self.accumulator.parse()
-    }
-
     fn saved(&self) -> Result<Option<SavedOperands>> {
         let Some((q, k, v, row_max, residual)) = &self.saved else { return Ok(None) };
         let [q, k, v] = [("saved q", q), ("saved k", k), ("saved v", v)].map(|(name, x)| view(name, x));
-        let (row_max, residual) = (optional("row_max", row_max)?, optional("residual", residual)?);
-        Ok(Some(SavedOperands { q: q?, k: k?, v: v?, row_max, residual }))
+        let rows = match (row_max, residual) {
+            (Some(x), _) => SavedRows::RowMax(view("row_max", x)?),
+            (_, Some(x)) => SavedRows::Residual(view("residual", x)?),
+            _ => SavedRows::Nothing,
+        };
+        Ok(Some(SavedOperands { q: q?, k: k?, v: v?, rows }))
     }
 
     fn rope(&self) -> Result<Option<Rope>> {
@@ -144,25 +140,21 @@ impl Forward {
         Ok(Some(Rope { cosine, sine, positions: None, interleaved: *interleaved }))
     }
 
-    fn tensors(&self) -> Result<Tensors> {
-        Ok(Tensors {
+    /// The call and its tensors.
+    fn call(&self) -> Result<(DeviceCall, Tensors)> {
+        let tensors = Tensors {
             q: view("q", &self.q)?,
-            k: view("k", &self.k)?,
-            v: view("v", &self.v)?,
+            keys: Keys::Rows { k: view("k", &self.k)?, v: view("v", &self.v)? },
             descales: descales(&self.descales)?,
-            accumulator: self.accumulator()?,
+            accumulator: self.accumulator.parse()?,
             saved: self.saved()?,
             rope: self.rope()?,
             out: view("out", &self.out)?,
             lse: Some(view("lse", &self.lse)?),
             // PyTorch has no unsigned words to add to.
             stats: self.stats.as_ref().map(|stats| array_of("stats", Element::U32, stats)).transpose()?,
-        })
-    }
-
-    fn bytes(&self) -> Result<usize> {
-        let (shape, element) = (shape(&self.q, &self.k, &self.v)?, element(&self.q.1)?);
-        Cuda::workspace_bytes(&shape, &terms(&self.terms)?, element, self.accumulator()?, self.saved.is_some())
+        };
+        Ok((described(&self.terms, tensors.shape())?, tensors))
     }
 }
 
@@ -191,23 +183,23 @@ pub struct Backward {
 }
 
 impl Backward {
-    fn shape(&self) -> Result<AttentionShape> {
-        shape(&self.q, &self.k, &self.v)
-    }
-
     /// The engine as this call wants it.
     fn engine(&self, engine: &BackwardEngine) -> BackwardEngine {
         let options = BackwardOptions {
             deterministic: self.deterministic,
             sums_limit: self.sums_limit,
-            dq_fp8: self.row_max.is_some(),
-            residual: self.residual.is_some(),
+            keeps: match (&self.row_max, &self.residual) {
+                (Some(_), _) => Keeps::Fp8Dq,
+                (_, Some(_)) => Keeps::UnroundedDelta,
+                _ => Keeps::Operands,
+            },
         };
         engine.clone().with_options(options)
     }
 
-    fn tensors(&self) -> Result<BackwardTensors> {
-        Ok(BackwardTensors {
+    /// The call and its tensors.
+    fn call(&self) -> Result<(DeviceCall, BackwardTensors)> {
+        let tensors = BackwardTensors {
             q: view("q", &self.q)?,
             k: view("k", &self.k)?,
             v: view("v", &self.v)?,
@@ -225,7 +217,8 @@ impl Backward {
             dv: view("dv", &self.dv)?,
             bounds: optional("row_max", &self.row_max)?.map(|row_max| RowBounds { row_max, value_norm: None }),
             d_sinks: optional("d_sinks", &self.d_sinks)?,
-        })
+        };
+        Ok((described(&self.terms, tensors.shape())?, tensors))
     }
 }
 
@@ -266,7 +259,8 @@ impl Attention {
         // SAFETY: no launch sees it. The address is none that is refused.
         let one = |element| unsafe { View::<1>::new(DevicePtr(256), element, [1], [1]) };
         let [q_starts, q_ends, k_starts, k_ends] = [Element::I32; 4].map(one);
-        let terms = Terms {
+        let call = DeviceCall {
+            shape,
             mask: Mask { causal, window_left: window.then_some(0), window_right: None },
             softmax_scale: 1.0,
             soft_cap: soft_cap.then_some(1.0),
@@ -280,52 +274,52 @@ impl Attention {
                 max_len_k: 1,
             }),
         };
-        Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::F16, true).is_ok()
+        call.check().is_ok()
     }
 
     /// Bytes of workspace of a forward.
     fn forward_bytes(&self, py: Python<'_>, call: Forward) -> PyResult<usize> {
-        call.bytes().map_err(|error| raise(py, &error))
+        let bytes = call.call().and_then(|(call, tensors)| Cuda::workspace_bytes(&call, &tensors));
+        bytes.map_err(|error| raise(py, &error))
     }
 
     /// Puts cast and attention on the stream.
     fn forward(&self, py: Python<'_>, call: Forward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
+            let ((call, tensors), workspace) = (call.call()?, view("workspace", &workspace)?);
             let stream = self::stream(self.cuda.device(), stream);
             // Compilation takes seconds: other threads' calls do not wait for it.
-            self.cuda.prepare(&terms, &tensors)?;
+            self.cuda.prepare(&call, &tensors)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            self.cuda.launch(&stream, &terms, &tensors, &workspace)
+            self.cuda.launch(&stream, &call, &tensors, &workspace)
         })
     }
 
     /// Puts the attention alone on the stream, on what [`Attention::forward`] left in the same workspace. For benchmarks.
     fn attend(&self, py: Python<'_>, call: Forward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
+            let ((call, tensors), workspace) = (call.call()?, view("workspace", &workspace)?);
             let stream = self::stream(self.cuda.device(), stream);
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            self.cuda.engine().attend(&stream, &terms, &tensors, &workspace)
+            self.cuda.attend(&stream, &call, &tensors, &workspace)
         })
     }
 
     /// Bytes of workspace of a backward.
     fn backward_bytes(&self, py: Python<'_>, call: Backward) -> PyResult<usize> {
         let engine = call.engine(&self.backward);
-        let bytes = |terms| engine.workspace_bytes(&call.shape()?, &terms);
-        terms(&call.terms).and_then(bytes).map_err(|error| raise(py, &error))
+        call.call().and_then(|(call, _)| engine.workspace_bytes(&call)).map_err(|error| raise(py, &error))
     }
 
     /// Puts a backward on the stream.
     fn backward(&self, py: Python<'_>, call: Backward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
             let engine = call.engine(&self.backward);
-            let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
+            let ((call, tensors), workspace) = (call.call()?, view("workspace", &workspace)?);
             let stream = self::stream(self.cuda.device(), stream);
-            engine.prepare(&call.shape()?, &terms)?;
+            engine.prepare(&call)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            engine.backward(&stream, &terms, &tensors, &workspace)
+            engine.backward(&stream, &call, &tensors, &workspace)
         })
     }
 }

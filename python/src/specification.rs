@@ -4,8 +4,8 @@ use crate::attention::Array;
 use crate::work::beside;
 use pyo3::prelude::*;
 use sigmascale::attention::{
-    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Fp8Products, GradientProducts, Inputs, LogitCast,
-    Mask, Precision, PvAccumulator, Saved, Sequence, backward,
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Inputs, Keeps, LogitCast, Mask, Precision,
+    PvAccumulator, Saved, Sequence, backward,
 };
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::{CastStats, CastWords, LogitWords, StepStats, StepWords, ordered};
@@ -209,10 +209,7 @@ pub fn host_backward(py: Python<'_>, call: Backward) -> PyResult<Vec<f32>> {
         for part in forward.parts()? {
             let saved = Saved { out: part.rows(&forward.out), lse: part.rows(&forward.lse) };
             let (terms, inputs) = (part.call(&forward.terms), part.inputs(forward));
-            // The kernel's bound on |v| is the range of E4M3, which has the error of this one unless V's descale is far too large.
-            let fp8 = GradientProducts::Fp8(Fp8Products { dq: true, dp: false, value_slack: 1 });
-            let kernel = BackwardPrecision::KERNEL;
-            let how = &if call.dq_fp8 { BackwardPrecision { products: fp8, ..kernel } } else { kernel };
+            let how = &BackwardPrecision::after(if call.dq_fp8 { Keeps::Fp8Dq } else { Keeps::Operands });
             let grads = backward(&terms, &inputs, &part.plan, &precision, how, &saved, part.rows(&call.d_out))?;
             for (to, values) in [(&call.dq, &grads.dq), (&call.dk, &grads.dk), (&call.dv, &grads.dv)] {
                 part.write(to, values);

@@ -46,7 +46,7 @@
 
 use super::accumulator;
 use super::backend::check;
-use super::call::{AttentionCall, Inputs, check_length};
+use super::call::{AttentionCall, Inputs, Keeps, check_length};
 use super::lanes::{self, TILE};
 use super::operands::{HeadScales, Operands, Rows};
 use super::precision::{LogitCast, Precision, QkAccumulator};
@@ -105,6 +105,19 @@ pub struct BackwardPrecision {
 impl BackwardPrecision {
     /// What a fused kernel computes after a forward in [`Precision::TRAINING`]: delta from the output, products in BF16.
     pub const KERNEL: Self = Self { delta: Delta::Output, products: GradientProducts::Bf16 };
+
+    /// What it computes after one that keeps this. The output here is not rounded, so that delta is that of
+    /// [`Keeps::UnroundedDelta`] after any forward. The kernel's bound on |v| in FP8 is the range of E4M3, which has the error of
+    /// this one unless V's descale is far too large.
+    pub const fn after(keeps: Keeps) -> Self {
+        match keeps {
+            Keeps::Fp8Dq => {
+                let fp8 = Fp8Products { dq: true, dp: false, value_slack: 1 };
+                Self { products: GradientProducts::Fp8(fp8), ..Self::KERNEL }
+            }
+            _ => Self::KERNEL,
+        }
+    }
 }
 
 /// What a backward pass needs of its forward: [`AttentionOutput::saved`](super::AttentionOutput::saved). With centers both are

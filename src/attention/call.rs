@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::plan::Center;
 use std::borrow::Cow;
 use std::ops::Range;
+use std::str::FromStr;
 
 /// Which keys of its sequence a query sees.
 ///
@@ -52,26 +53,36 @@ impl Mask {
     }
 }
 
-/// What one call computes.
+/// What one call computes: the description that the CPU, the GPU, the reference and both backward passes take.
+///
+/// Only its lists depend on where a call runs: [`AttentionCall`] has them in host memory, `device::attention::DeviceCall` in
+/// device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionCall<'a> {
+pub struct Call<Sequences, Sinks, Centers> {
     /// Sizes.
     pub shape: AttentionShape,
     /// Which keys a query sees.
     pub mask: Mask,
-    /// tau: multiplier of q . k, often `d_head^-1/2`.
+    /// tau: multiplier of q . k, often `d_head^-1/2`. The GPU takes it, and the soft-cap, in f32.
     pub softmax_scale: f64,
     /// Logits become `cap tanh(S / cap)` (Gemma 2: 50).
     pub soft_cap: Option<f64>,
     /// Where sequences lie in a padded or packed batch, in order; `None`: each has `len_q` queries and `len_k` keys.
-    pub sequences: Option<&'a [Sequence]>,
-    /// A logit a query head, in nats, that joins the row sum (gpt-oss).
-    pub sinks: Option<&'a [f64]>,
+    pub sequences: Option<Sequences>,
+    /// A logit per query head, in nats, that joins the row sum (gpt-oss).
+    pub sinks: Option<Sinks>,
     /// What is subtracted from keys and values before their cast: exact for any values.
-    pub center: Option<&'a Center>,
+    pub center: Option<Centers>,
 }
 
-impl AttentionCall<'_> {
+/// A call with its lists in host memory.
+pub type AttentionCall<'a> = Call<&'a [Sequence], &'a [f64], &'a Center>;
+
+/// Largest multiplier of logits: times log2(e) and the 1e30 that stands for the maximum of no logit (`kLowest` of
+/// `kernels/attention/config.cuh`), it stays in f32.
+const LARGEST_SCALE: f64 = 2e8;
+
+impl<Sequences, Sinks, Centers> Call<Sequences, Sinks, Centers> {
     /// A causal call with the usual softmax scale `d_head^-1/2` and nothing else.
     pub fn causal(shape: AttentionShape) -> Self {
         Self {
@@ -85,6 +96,28 @@ impl AttentionCall<'_> {
         }
     }
 
+    /// The same call with other lists, and without a center.
+    pub(crate) fn with_lists<A, B, C>(&self, sequences: Option<A>, sinks: Option<B>) -> Call<A, B, C> {
+        let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
+        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks, center: None }
+    }
+
+    /// Checks the numbers that multiply logits.
+    pub(crate) fn check_scales(&self) -> Result<()> {
+        for (name, value) in [("softmax scale", Some(self.softmax_scale)), ("soft-cap", self.soft_cap)] {
+            if let Some(value) = value
+                && !(value > 0.0 && value <= LARGEST_SCALE)
+            {
+                return Err(Error::argument(format_args!(
+                    "{name} {value} must be greater than zero and at most {LARGEST_SCALE:e}"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl AttentionCall<'_> {
     /// Every sequence of the call.
     pub(crate) fn all_sequences(&self) -> Cow<'_, [Sequence]> {
         let AttentionShape { batch, len_q, len_k, .. } = self.shape;
@@ -116,13 +149,7 @@ impl AttentionCall<'_> {
 
     pub(crate) fn check(&self) -> Result<()> {
         self.shape.check()?;
-        for (name, value) in [("softmax scale", Some(self.softmax_scale)), ("soft-cap", self.soft_cap)] {
-            if let Some(value) = value
-                && !(value.is_finite() && value > 0.0)
-            {
-                return Err(Error::argument(format_args!("{name} {value} must be finite and greater than zero")));
-            }
-        }
+        self.check_scales()?;
         if let Some(sequences) = self.sequences {
             check_sequences(&self.shape, sequences)?;
         }
@@ -138,6 +165,55 @@ impl AttentionCall<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// What a forward keeps for its backward, beside the output and its log-sum-exp.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Keeps {
+    /// Nothing: no backward follows.
+    #[default]
+    Nothing,
+    /// q, k and v as the products took them. The backward takes delta from the rounded output.
+    Operands,
+    /// The operands, and what the rounding of the output took: delta is that of the output before it.
+    UnroundedDelta,
+    /// The operands, and the largest P of each row, from which the scales of a dQ in FP8 come.
+    Fp8Dq,
+}
+
+impl Keeps {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Nothing, Self::Operands, Self::UnroundedDelta, Self::Fp8Dq];
+
+    /// Its name in Python and in options.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nothing => "nothing",
+            Self::Operands => "operands",
+            Self::UnroundedDelta => "unrounded-delta",
+            Self::Fp8Dq => "fp8-dq",
+        }
+    }
+
+    /// Without [`Keeps::Operands`], of which the attention kernels know nothing: the cast saves them.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn of_kernel(self) -> Self {
+        match self {
+            Self::Operands => Self::Nothing,
+            other => other,
+        }
+    }
+}
+
+impl FromStr for Keeps {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|keeps| keeps.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::argument(format_args!("{name:?} is nothing that a forward can keep: expected one of {names}"))
+        })
     }
 }
 

@@ -1,11 +1,11 @@
-//! Where a row's exponentials are shifted to: its maximum, or further ([`Stabilised`]).
+//! Where a row's exponentials are shifted to: its maximum, or further ([`ShiftedSoftmax`]).
 
 use super::lanes;
 use serde::Serialize;
 
-/// Parameters of the stabilized softmax.
+/// Parameters of the shifted softmax.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Stabilised {
+pub struct ShiftedSoftmax {
     /// How far a positive repeated maximum is exceeded; greater than 1, the paper uses 2 to 8.
     pub beta: f32,
     /// Logits this close to the maximum repeat it, in nats; the paper's example is 1e-3.
@@ -14,20 +14,20 @@ pub struct Stabilised {
     pub limit: ShiftLimit,
 }
 
-impl Stabilised {
+impl ShiftedSoftmax {
     /// Largest distance, in nats, of a row's shift from its maximum: `exp(-40)` leaves f32 and bf16 47 nats of normal
     /// numbers for the row's smaller weights.
     pub const MAX_SHIFT: f32 = 40.0;
 }
 
-impl Default for Stabilised {
+impl Default for ShiftedSoftmax {
     /// The paper's beta = 2 and epsilon = 1e-3, and the limit that keeps P unbiased.
     fn default() -> Self {
         Self { beta: 2.0, epsilon: 1e-3, limit: ShiftLimit::Wrapped }
     }
 }
 
-/// What a shift w of more than [`Stabilised::MAX_SHIFT`] nats beyond the row's maximum becomes.
+/// What a shift w of more than [`ShiftedSoftmax::MAX_SHIFT`] nats beyond the row's maximum becomes.
 ///
 /// The largest P of the row is `bf16(exp(-shift))`. One shift for all rows rounds all of them in one direction, which is the
 /// fixed offset of the low-precision paper's appendix C. A shift of `k ln 2` makes P a power of two, which bfloat16 holds
@@ -38,7 +38,7 @@ pub enum ShiftLimit {
     /// `20 + w mod 20`: it moves with the row's maximum, so that P rounds either way.
     #[default]
     Wrapped,
-    /// This many nats for every such row, at most [`Stabilised::MAX_SHIFT`]. Biased: for comparison only.
+    /// This many nats for every such row, at most [`ShiftedSoftmax::MAX_SHIFT`]. Biased: for comparison only.
     Fixed(f32),
     /// `w mod ln 2`, whatever w is: less than an octave, which leaves P in E4M3 and F16 their range.
     Octave,
@@ -47,7 +47,7 @@ pub enum ShiftLimit {
 impl ShiftLimit {
     #[inline(always)]
     fn of(self, wanted: f32) -> f32 {
-        const HALF: f32 = 0.5 * Stabilised::MAX_SHIFT;
+        const HALF: f32 = 0.5 * ShiftedSoftmax::MAX_SHIFT;
         match self {
             Self::Octave => {
                 if wanted.is_finite() {
@@ -56,13 +56,13 @@ impl ShiftLimit {
                     0.0
                 }
             }
-            _ if wanted <= Stabilised::MAX_SHIFT => wanted,
+            _ if wanted <= ShiftedSoftmax::MAX_SHIFT => wanted,
             // NaN and infinity have no remainder.
             Self::Wrapped => {
                 if wanted.is_finite() {
                     HALF + wanted % HALF
                 } else {
-                    Stabilised::MAX_SHIFT
+                    ShiftedSoftmax::MAX_SHIFT
                 }
             }
             Self::Fixed(nats) => nats,
@@ -76,14 +76,14 @@ pub(super) enum Shift {
     /// The row's maximum.
     RowMaximum,
     /// Further, where the maximum repeats.
-    Stabilised(Stabilised),
+    Further(ShiftedSoftmax),
 }
 
 impl Shift {
     /// The shift that the logits `s` with maximum `max` ask for, and whether the maximum repeats.
     #[inline(always)]
     pub(super) fn of(&self, s: &[f32], max: f32) -> (f32, bool) {
-        let Self::Stabilised(options) = self else { return (max, false) };
+        let Self::Further(options) = self else { return (max, false) };
         if lanes::count(s, |s| max - s <= options.epsilon) < 2 {
             return (max, false);
         }
@@ -111,14 +111,14 @@ mod tests {
             (&[-200.0], (-200.0, false)),
         ];
         for (s, want) in cases {
-            assert_eq!(Shift::Stabilised(Stabilised::default()).of(s, lanes::max(s)), want, "{s:?}");
+            assert_eq!(Shift::Further(ShiftedSoftmax::default()).of(s, lanes::max(s)), want, "{s:?}");
             assert_eq!(Shift::RowMaximum.of(s, lanes::max(s)), (lanes::max(s), false));
         }
     }
 
     /// The shifts of rows whose maxima lie between 41 and 400.
     fn shifts(limit: ShiftLimit) -> Vec<f32> {
-        let shift = Shift::Stabilised(Stabilised { limit, ..Stabilised::default() });
+        let shift = Shift::Further(ShiftedSoftmax { limit, ..ShiftedSoftmax::default() });
         (0..10_000).map(|i| 41.0 + 0.0359 * i as f32).map(|max| shift.of(&[max, max], max).0 - max).collect()
     }
 

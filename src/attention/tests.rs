@@ -519,7 +519,7 @@ fn calls_that_break_a_rule_are_refused() {
 }
 
 #[test]
-fn the_stabilised_softmax_is_the_softmax() {
+fn the_shifted_softmax_is_the_softmax() {
     for probabilities in [Probabilities::F32, Probabilities::Bf16] {
         let precision = Precision { probabilities, ..Precision::KERNEL };
         let call = AttentionCall::causal(shape(4, 2, 140, 140, 16));
@@ -533,7 +533,7 @@ fn the_stabilised_softmax_is_the_softmax() {
         }
         let plan = data.plan(&call);
         let want = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
-        let have = Stabilised::default().forward(&call, &data.inputs(), &plan, &precision).unwrap();
+        let have = ShiftedSoftmax::default().forward(&call, &data.inputs(), &plan, &precision).unwrap();
         let tolerance = if probabilities == Probabilities::F32 { 1e-5 } else { 2e-2 };
         assert!(errors(&have.output.out, &wide(&want.out)).0 < tolerance * f64::from(want.stats.v[1].amax));
         assert!(errors(&have.output.lse, &wide(&want.lse)).0 < 1e-5);
@@ -547,7 +547,7 @@ fn the_stabilised_softmax_is_the_softmax() {
 }
 
 #[test]
-fn the_stabilised_softmax_keeps_large_repeated_maxima() {
+fn the_shifted_softmax_keeps_large_repeated_maxima() {
     // Two equal logits of +200 or -200: the paper's shifts of 400 and 0 would empty the row.
     for sign in [1.0, -1.0] {
         let call =
@@ -555,21 +555,25 @@ fn the_stabilised_softmax_keeps_large_repeated_maxima() {
         let data =
             Data { q: [10.0; 16].to_vec(), k: vec![1.25 * sign; 32], v: (0..32).map(|i| (i / 16) as f32).collect() };
         let plan = data.plan(&call);
-        let out = Stabilised::default().forward(&call, &data.inputs(), &plan, &Precision::F32).unwrap();
+        let out = ShiftedSoftmax::default().forward(&call, &data.inputs(), &plan, &Precision::F32).unwrap();
         assert_eq!((out.output.out[0], out.repeated[0]), (0.5, 1));
         assert!((out.output.lse[0] - (200.0 * sign + 2f32.ln())).abs() < 1e-4);
     }
 }
 
 #[test]
-fn the_stabilised_softmax_refuses_e4m3_weights() {
+fn the_shifted_softmax_refuses_e4m3_weights() {
     let call = AttentionCall::causal(shape(1, 1, 2, 2, 16));
     let data = Data::new(&call.shape, 0);
-    let run = |options: Stabilised, p: &Precision| options.forward(&call, &data.inputs(), &data.plan(&call), p);
-    assert!(run(Stabilised::default(), &Precision::KERNEL).unwrap_err().is_unsupported());
-    assert!(run(Stabilised { limit: ShiftLimit::Octave, ..Stabilised::default() }, &Precision::KERNEL).is_ok());
-    assert!(run(Stabilised { beta: 1.0, ..Stabilised::default() }, &Precision::F32).unwrap_err().is_argument());
-    assert!(run(Stabilised { epsilon: f32::NAN, ..Stabilised::default() }, &Precision::F32).unwrap_err().is_argument());
+    let run = |options: ShiftedSoftmax, p: &Precision| options.forward(&call, &data.inputs(), &data.plan(&call), p);
+    assert!(run(ShiftedSoftmax::default(), &Precision::KERNEL).unwrap_err().is_unsupported());
+    assert!(run(ShiftedSoftmax { limit: ShiftLimit::Octave, ..ShiftedSoftmax::default() }, &Precision::KERNEL).is_ok());
+    assert!(run(ShiftedSoftmax { beta: 1.0, ..ShiftedSoftmax::default() }, &Precision::F32).unwrap_err().is_argument());
+    assert!(
+        run(ShiftedSoftmax { epsilon: f32::NAN, ..ShiftedSoftmax::default() }, &Precision::F32)
+            .unwrap_err()
+            .is_argument()
+    );
 }
 
 proptest! {

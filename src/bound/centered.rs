@@ -75,6 +75,11 @@ impl HeadRange {
         bound
     }
 
+    /// Bound of the head as it is: that of all angles may be wider.
+    pub fn plain(&self) -> OperandBound {
+        self.bound(&vec![0.0; self.high.len()])
+    }
+
     /// The center of the least bound in exact arithmetic.
     pub fn minimax(&self) -> Vec<f64> {
         self.high.iter().zip(&self.low).map(|(high, low)| 0.5 * (high - low)).collect()

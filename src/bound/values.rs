@@ -74,6 +74,11 @@ impl OperandBound {
         Self { exact: self.exact * factor, rounded: self.rounded * factor }
     }
 
+    /// The one with the lower worst case of two bounds that both hold.
+    pub(crate) fn lower(self, other: Self) -> Self {
+        if self.rounded <= other.rounded { self } else { other }
+    }
+
     /// The descale under which no value can overflow E4M3.
     ///
     /// # Errors

@@ -84,7 +84,7 @@ impl<'s> Calibration<'s> {
         let ranges = LayerRanges::new(self.spec, geometry, &spectrum.k, &spectrum.v);
         let centered = CenteredLayer::new(self.spec, &bounds, &ranges, &self.options.centers);
         let centered = centered.map_err(|error| error.within(&geometry.place))?;
-        let center = centered.matters().then(|| CenterProfile::new(centered, &bounds));
+        let center = centered.matters().then(|| CenterProfile::new(centered, &bounds, &ranges));
         Ok(LayerProfile { sigma, sigma_sum: spectrum.sigma_sum, center, ..self.planned(&bounds, heads)? })
     }
 

@@ -1,7 +1,7 @@
 //! A calibration's result. Its serialized form is the JSON of `sigmascale calibrate`.
 
 use super::options::Options;
-use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, MlaBounds, OperandBound, Tail};
+use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, LayerRanges, MlaBounds, OperandBound, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{
@@ -232,9 +232,11 @@ pub struct LayerProfile {
 pub struct CenterProfile {
     /// Largest constant of a rotation pair of keys, relative to the bound of k.
     pub bias_share: Vec<f64>,
-    /// Bound of k.
+    /// Bound of k at any position, which `k_descale` of the layer comes from.
     pub k_bound: Vec<f64>,
-    /// Bound of k - c; that of k for a head whose c is zero.
+    /// Bound of k at the positions of the model.
+    pub k_position_bound: Vec<f64>,
+    /// Bound of k - c at these positions.
     pub k_centered_bound: Vec<f64>,
     /// Bound of v; null where there is none. So is the next.
     pub v_bound: Option<Vec<f64>>,
@@ -253,10 +255,11 @@ pub struct CenterProfile {
 }
 
 impl CenterProfile {
-    pub(super) fn new(layer: CenteredLayer, bounds: &LayerBounds) -> Self {
+    pub(super) fn new(layer: CenteredLayer, bounds: &LayerBounds, ranges: &LayerRanges) -> Self {
         let exact = |heads: &[OperandBound]| heads.iter().map(|bound| bound.exact).collect();
         Self {
             k_bound: exact(&bounds.k),
+            k_position_bound: ranges.k.iter().map(|head| head.plain().exact).collect(),
             k_centered_bound: exact(&layer.k),
             v_bound: bounds.v.as_deref().map(exact),
             v_centered_bound: layer.v.as_deref().map(exact),

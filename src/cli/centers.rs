@@ -28,6 +28,7 @@ pub fn table<'a>(source: CenterSource, layers: impl Iterator<Item = (usize, &'a 
         "layer",
         "bias share",
         "k bound",
+        "at positions",
         "k - c bound",
         "ratio",
         "heads centered",
@@ -38,7 +39,7 @@ pub fn table<'a>(source: CenterSource, layers: impl Iterator<Item = (usize, &'a 
     let mut positions = None;
     let mut rows = 0;
     for (number, center) in layers {
-        let ratios = center.k_bound.iter().zip(&center.k_centered_bound);
+        let ratios = center.k_position_bound.iter().zip(&center.k_centered_bound);
         let ratios = ratios.filter(|(k, _)| **k > 0.0).map(|(k, centered)| centered / k);
         let centered = center.c.iter().flatten().filter(|row| row.iter().any(|c| *c != 0.0)).count();
         let largest = |row: &[f64]| short(row.iter().copied().fold(0.0, f64::max));
@@ -47,6 +48,7 @@ pub fn table<'a>(source: CenterSource, layers: impl Iterator<Item = (usize, &'a 
             number.to_string(),
             range(center.bias_share.iter().copied()),
             largest(&center.k_bound),
+            largest(&center.k_position_bound),
             largest(&center.k_centered_bound),
             range(ratios),
             format!("{centered} of {}", center.k_bound.len()),
@@ -65,10 +67,11 @@ pub fn table<'a>(source: CenterSource, layers: impl Iterator<Item = (usize, &'a 
         CenterSource::Minimax => ("minimax", "c gives the least bound"),
         CenterSource::Weights | CenterSource::Mean => ("weights", "c is the mean of the rotated bias over positions"),
     };
-    let within = positions.map_or_else(String::new, |positions| format!(", at positions below {positions}"));
+    let within = positions.map_or_else(|| "all".to_owned(), |positions| format!("those below {positions}"));
     format!(
-        "\ncenters of keys: {from}; {what}. Bounds are in exact arithmetic{within}; min..max over the heads, bounds the largest.\n  \
-         bias share: largest constant of a rotation pair relative to the bound of k. Attention over k - c and v - m is exact.\n\n{}",
+        "\ncenters of keys: {from}; {what}\n  attention over k - c and v - m is exact; k descale covers k, k - c descale what is left\n  \
+         bias share: largest constant of a rotation pair relative to the k bound, which holds at any position\n  \
+         positions: {within}; bounds in exact arithmetic, the largest of the heads; ratio to the bound at positions, min..max\n\n{}",
         table.render()
     )
 }

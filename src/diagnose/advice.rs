@@ -26,19 +26,22 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         AlarmKind::DeltaBias => &[
             (
                 "keep P V and the output in f32 until delta is computed, or take delta from rowsum(P o dP); in this package \
-                 attention(.., stabilise=True), or plan.stabilise of the layer",
+                 attention(.., unrounded_delta=True), or plan.unrounded_delta of the layer",
                 OUTPUT,
             ),
             (
-                "in BF16 where P V is rounded to BF16 and row maxima repeat: the stabilized softmax (attention::Stabilised), with \
+                "in BF16 where P V is rounded to BF16 and row maxima repeat: the shifted softmax (attention::ShiftedSoftmax), with \
                  its default limit, which moves with the maximum",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),
         ],
         AlarmKind::RepeatedMaxima => &[
-            ("take delta from the output before its rounding: in this package attention(.., stabilise=True)", OUTPUT),
             (
-                "in BF16 where P V is rounded to BF16: the stabilized softmax (attention::Stabilised), with its default limit, \
+                "take delta from the output before its rounding: in this package attention(.., unrounded_delta=True)",
+                OUTPUT,
+            ),
+            (
+                "in BF16 where P V is rounded to BF16: the shifted softmax (attention::ShiftedSoftmax), with its default limit, \
                  which moves with the maximum",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),

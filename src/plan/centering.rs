@@ -110,8 +110,8 @@ pub struct CenteredLayer {
 }
 
 impl CenteredLayer {
-    /// The center of a layer from its weights: everything but [`CenterSource::Mean`], which is none here. A head whose bound
-    /// it would not lower in exact arithmetic keeps zeros.
+    /// The center of a layer from its weights: everything but [`CenterSource::Mean`], which is none here. A head whose bound over
+    /// the same positions it would not lower in exact arithmetic keeps zeros.
     ///
     /// # Errors
     /// If a constant is past the range of BF16 or a descale past that of f32.
@@ -141,18 +141,16 @@ impl CenteredLayer {
             CenterSource::Minimax => ranges.v.as_ref().map(|v| v.iter().map(|head| head.minimax()).collect()),
         };
         let mut center = Center::new(bounds.layer, k, v)?;
-        let keep = |rows: &mut Option<Vec<Vec<f32>>>, ranges: &[HeadRange], bounds: &[OperandBound]| {
-            for ((row, range), bound) in rows.iter_mut().flatten().zip(ranges).zip(bounds) {
-                if range.bound(row).exact >= bound.exact {
+        let keep = |rows: &mut Option<Vec<Vec<f32>>>, ranges: &[HeadRange]| {
+            for (row, range) in rows.iter_mut().flatten().zip(ranges) {
+                if range.bound(row).exact >= range.plain().exact {
                     row.fill(0.0);
                 }
             }
             *rows = rows.take().filter(|rows| rows.iter().flatten().any(|x| *x != 0.0));
         };
-        keep(&mut center.k, &ranges.k, &bounds.k);
-        if let (Some(ranges), Some(bounds)) = (&ranges.v, &bounds.v) {
-            keep(&mut center.v, ranges, bounds);
-        }
+        keep(&mut center.k, &ranges.k);
+        keep(&mut center.v, ranges.v.as_deref().unwrap_or_default());
         Self::with(center, bounds, ranges)
     }
 
@@ -167,8 +165,10 @@ impl CenteredLayer {
         center.check(n_kv, d_head, d_v)?;
         let of = |rows: &Option<Vec<Vec<f32>>>, ranges: &[HeadRange], plain: &[OperandBound]| {
             let bound = |head: usize| match rows {
-                Some(rows) if rows[head].iter().any(|c| *c != 0.0) => ranges[head].bound(&rows[head]),
-                _ => plain[head],
+                // A head of zeros may use that positions are limited, too.
+                Some(rows) if rows[head].iter().all(|c| *c == 0.0) => ranges[head].plain().lower(plain[head]),
+                Some(rows) => ranges[head].bound(&rows[head]),
+                None => plain[head],
             };
             (0..plain.len()).map(bound).collect::<Vec<_>>()
         };

@@ -5,10 +5,11 @@
 
 /// Names each function of a module as a case.
 macro_rules! tests {
-    ($($case:ident),* $(,)?) => {
-        /// The cases of this module.
+    ($($case:ident),* $(,)? $(; $($module:ident),*)?) => {
+        /// The cases of this module, and of those in it.
         pub fn tests() -> Vec<libtest_mimic::Trial> {
-            vec![$(crate::case(concat!(module_path!(), "::", stringify!($case)), $case)),*]
+            let own = vec![$(crate::case(concat!(module_path!(), "::", stringify!($case)), $case)),*];
+            own.into_iter()$($(.chain($module::tests()))*)?.collect()
         }
     };
 }

@@ -6,7 +6,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::attention::{AttentionCall, AttentionShape, PvAccumulator};
 use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
-use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, Terms, View};
+use sigmascale::device::attention::{Cuda, Descales, DeviceCall, Element, Keys, Tensors, View, Workspace};
 use sigmascale::device::policy::{BoundSource, PolicyEngine, status};
 use sigmascale::device::scale::ScaleEngine;
 use sigmascale::model::{AttentionSpec, preset};
@@ -489,9 +489,8 @@ fn an_attention_call_feeds_the_policy() {
     let random = |heads: usize, size: f32, rng: &mut StdRng| -> Vec<f32> {
         (0..2 * 200 * heads * 64).map(|_| size * rng.random_range(-1.0..1.0f32)).collect()
     };
-    let terms = Terms::of(&call).unwrap();
-    let workspace_bytes =
-        Cuda::workspace_bytes(&call.shape, &terms, Element::F32, PvAccumulator::default(), false).unwrap();
+    let on_device = DeviceCall::causal(call.shape);
+    let workspace_bytes = Workspace::of(&on_device, Element::F32, PvAccumulator::default(), false).bytes;
     let workspace = device().zeros::<u8>(workspace_bytes).unwrap();
     for step in 0..4 {
         plan.refresh(&stream).unwrap();
@@ -510,8 +509,10 @@ fn an_attention_call_feeds_the_policy() {
                 let words = sigmascale::stats::stats_words(8, 2);
                 let tensors = Tensors {
                     q: View::dense(q.ptr(), Element::F32, [2, 200, 8, 64]),
-                    k: View::dense(k.ptr(), Element::F32, [2, 200, 2, 64]),
-                    v: View::dense(v.ptr(), Element::F32, [2, 200, 2, 64]),
+                    keys: Keys::Rows {
+                        k: View::dense(k.ptr(), Element::F32, [2, 200, 2, 64]),
+                        v: View::dense(v.ptr(), Element::F32, [2, 200, 2, 64]),
+                    },
                     descales: Descales {
                         q: row(Tensor::Q),
                         k: row(Tensor::K),
@@ -527,7 +528,7 @@ fn an_attention_call_feeds_the_policy() {
                     stats: Some(View::dense(plan.stats(layer).unwrap(), Element::U32, [words])),
                 };
                 let workspace = View::dense(workspace.ptr(), Element::U8, [workspace_bytes]);
-                attention.launch(&stream, &terms, &tensors, &workspace).unwrap();
+                attention.launch(&stream, &on_device, &tensors, &workspace).unwrap();
             }
             stream.synchronize().unwrap();
         }

@@ -2,11 +2,11 @@
 
 use super::csv::{Csv, CsvArgs};
 use super::timing::device;
-use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator, Sequence};
+use crate::attention::{AttentionCall, AttentionShape, Keeps, Mask, PvAccumulator, Sequence};
 use crate::cli::numbers::{count, whole};
 use crate::cuda::Stream;
 use crate::device::attention::{
-    AttentionEngine, BackwardEngine, BackwardOptions, Element, Resident, ResidentBackward, RopeTables, Setup,
+    BackwardEngine, BackwardOptions, Cuda, Element, Resident, ResidentBackward, RopeTables, Setup,
 };
 use crate::fp8::{Format, OnOverflow};
 use crate::{Error, Result};
@@ -80,7 +80,7 @@ pub struct Args {
     dq_fp8: bool,
     /// With --backward: delta from the output before its rounding to BF16
     #[arg(long, requires = "backward", conflicts_with = "dq_fp8")]
-    stabilise: bool,
+    unrounded_delta: bool,
     /// With --backward: run it in parts whose f32 sums of dQ take at most this many MiB [default: parts in which the
     /// step needs no more memory than in BF16]
     #[arg(long, value_name = "MIB", requires = "backward")]
@@ -226,8 +226,11 @@ pub fn run(args: Args) -> Result<()> {
     let accumulator = args.accumulator.unwrap_or(if backward { PvAccumulator::F16 } else { PvAccumulator::default() });
     let options = BackwardOptions {
         sums_limit: args.sums.map(|mib| mib.saturating_mul(1 << 20)),
-        dq_fp8: args.dq_fp8,
-        residual: args.stabilise,
+        keeps: match (args.dq_fp8, args.unrounded_delta) {
+            (true, _) => Keeps::Fp8Dq,
+            (_, true) => Keeps::UnroundedDelta,
+            _ => Keeps::Operands,
+        },
         ..BackwardOptions::default()
     };
     let timing = Timing { stream, warmup: args.warmup, reps: args.reps, sets, graph: !args.no_graph };
@@ -260,7 +263,7 @@ pub fn run(args: Args) -> Result<()> {
                     format!("{:.1}", times * flops / f64::from(ms) / 1e9)
                 };
                 if backward {
-                    let engine = AttentionEngine::new(&device)?;
+                    let engine = Cuda::new(&device)?;
                     for row in training_step(&timing, &engine, &operands, &sizes, causal, (accumulator, options))? {
                         let (name, ms) = (row.name, row.ms);
                         csv.line(&format!(
@@ -272,9 +275,9 @@ pub fn run(args: Args) -> Result<()> {
                     continue;
                 }
                 for timed in &kernels {
-                    let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
+                    let engine = &Cuda::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..sets)
-                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, [false; 3]))
+                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, Keeps::Nothing))
                         .collect::<Result<Vec<_>>>()?;
                     // The attention alone reads what one cast left.
                     sets.iter().try_for_each(|call| call.launch(engine, &timing.stream))?;
@@ -305,17 +308,16 @@ struct Pass {
 /// Times of forward, backward and both.
 fn training_step(
     timing: &Timing,
-    engine: &AttentionEngine,
+    engine: &Cuda,
     operands: &Operands,
     sizes: &AttentionShape,
     causal: bool,
     (accumulator, options): (PvAccumulator, BackwardOptions),
 ) -> Result<Vec<Pass>> {
     let backward = &BackwardEngine::new(engine.device())?.with_options(options);
-    let keeps = [true, options.dq_fp8, options.residual];
     let sets = (0..timing.sets)
         .map(|_| {
-            let forward = operands.call(engine, &Timed::default(), sizes, causal, accumulator, keeps)?;
+            let forward = operands.call(engine, &Timed::default(), sizes, causal, accumulator, options.keeps)?;
             forward.launch(engine, &timing.stream)?;
             let gradients = ResidentBackward::new(backward, &forward, &operands.d_out)?;
             gradients.launch(backward, &timing.stream)?;
@@ -393,12 +395,12 @@ impl Operands {
 
     fn call(
         &self,
-        engine: &AttentionEngine,
+        engine: &Cuda,
         timed: &Timed,
         sizes: &AttentionShape,
         causal: bool,
         accumulator: PvAccumulator,
-        [saved, row_max, residual]: [bool; 3],
+        keeps: Keeps,
     ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
         let (ones, logit) = (vec![1.0; sizes.n_kv_heads], vec![0.1; sizes.n_q_heads]);
@@ -421,9 +423,7 @@ impl Operands {
             rope: timed.rope.then_some(RopeTables { cosine: &self.cosine, sine: &self.sine, interleaved: false }),
             stats: timed.telemetry,
             accumulator,
-            saved,
-            row_max,
-            residual,
+            keeps,
         };
         let mut call = Resident::new(engine, &setup)?;
         if timed.reorder {

@@ -5,21 +5,23 @@
 //! waits. [`Attention::forward`] does the same for host memory and is there to compare, not to be fast.
 //!
 //! ```no_run
-//! use sigmascale::device::attention::{Cuda, Element, Tensors, Terms, View};
-//! use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
+//! use sigmascale::device::attention::{Cuda, DeviceCall, Element, Keys, Tensors, View, Workspace};
+//! use sigmascale::attention::{AttentionShape, PvAccumulator};
 //! use sigmascale::cuda::{Device, DevicePtr};
 //! # fn example([q, k, v, out, workspace]: [DevicePtr; 5]) -> sigmascale::Result<()> {
 //! let device = Device::open(0)?;
 //! let attention = Cuda::new(&device)?;
 //! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128, d_v: 128 };
-//! let terms = Terms::plain(Mask::CAUSAL, 128f32.sqrt().recip());
-//! let bytes = Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::default(), false)?;
+//! let call = DeviceCall::causal(shape);
+//! let bytes = Workspace::of(&call, Element::Bf16, PvAccumulator::default(), false).bytes;
 //! // SAFETY: the pointers reach arrays of these shapes, which outlive the work.
 //! let (tensors, workspace) = unsafe {
 //!     let tensors = Tensors {
 //!         q: View::dense(q, Element::Bf16, [2, 8192, 64, 128]),
-//!         k: View::dense(k, Element::Bf16, [2, 8192, 8, 128]),
-//!         v: View::dense(v, Element::Bf16, [2, 8192, 8, 128]),
+//!         keys: Keys::Rows {
+//!             k: View::dense(k, Element::Bf16, [2, 8192, 8, 128]),
+//!             v: View::dense(v, Element::Bf16, [2, 8192, 8, 128]),
+//!         },
 //!         out: View::dense(out, Element::Bf16, [2, 8192, 64, 128]),
 //!         descales: Default::default(),
 //!         rope: None,
@@ -31,7 +33,7 @@
 //!     (tensors, View::dense(workspace, Element::U8, [bytes]))
 //! };
 //! let stream = device.stream()?;
-//! attention.launch(&stream, &terms, &tensors, &workspace)?;
+//! attention.launch(&stream, &call, &tensors, &workspace)?;
 //! # Ok(())
 //! # }
 //! ```
@@ -45,100 +47,21 @@
 //! **Not counted on the device**: logits that are not finite (a NaN shows in the output), logits past 464 descales, and
 //! overflow of the output's cast. [`Attention::forward`] counts the last two.
 
-use super::call::{Tensors, Workspace};
-use super::engine::AttentionEngine;
+use super::engine::Cuda;
 use super::host::{HostOutput, Resident, Setup};
-use super::terms::Terms;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, PvAccumulator,
-    Sequence, check,
+    Attention, AttentionCall, AttentionOutput, Cast, Inputs, Keeps, LogitCast, Precision, PvAccumulator, Sequence,
+    check,
 };
-use crate::cuda::{Device, Element, Stream, View};
+use crate::cuda::Element;
 use crate::error::{Error, Result};
 use crate::fp8::Format;
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
 
-/// Attention on one device.
-#[derive(Debug)]
-pub struct Cuda {
-    engine: AttentionEngine,
-}
-
-impl Cuda {
-    /// The backend on a device. Kernels are compiled when a call first needs them, or taken from the cache.
-    ///
-    /// # Errors
-    /// If the device has no `wgmma` (`is_unsupported`), or the driver fails.
-    pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { engine: AttentionEngine::new(device)? })
-    }
-
-    /// Whether the attention may start while the cast drains (programmatic dependent launch); on by default.
-    pub fn with_overlap(self, overlap: bool) -> Self {
-        Self { engine: self.engine.with_overlap(overlap) }
-    }
-
-    /// Whether calls with few query rows, such as decoding, are split: the heads of a group share tiles, and the keys are cut into
-    /// parts that run side by side. On by default.
-    pub fn with_split(self, split: bool) -> Self {
-        Self { engine: self.engine.with_split(split) }
-    }
-
-    /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
-    /// for other work on the device, such as a collective. Results do not depend on it.
-    pub fn with_processors(self, processors: usize) -> Self {
-        Self { engine: self.engine.with_processors(processors) }
-    }
-
-    /// The device.
-    pub fn device(&self) -> &Device {
-        self.engine.device()
-    }
-
-    /// Bytes of device memory that a call needs beside its tensors; `operands` is the type of q, k and v, and `saved` whether
-    /// the call has [`Tensors::saved`].
-    ///
-    /// # Errors
-    /// If the call is not offered.
-    pub fn workspace_bytes(
-        sizes: &AttentionShape,
-        terms: &Terms,
-        operands: Element,
-        accumulator: PvAccumulator,
-        saved: bool,
-    ) -> Result<usize> {
-        sizes.check_on_gpu()?;
-        terms.check(sizes)?;
-        Ok(Workspace::of(sizes, terms, operands, accumulator, saved).bytes)
-    }
-
-    /// Compiles and loads what this call needs. [`Cuda::launch`] does it too; before a capture it has to be done.
-    ///
-    /// # Errors
-    /// As [`Cuda::launch`].
-    pub fn prepare(&self, terms: &Terms, tensors: &Tensors) -> Result<()> {
-        self.engine.prepare(terms, tensors)
-    }
-
-    /// Puts one call on `stream`. Asynchronous and capturable; the workspace has [`Cuda::workspace_bytes`] bytes, 256-byte
-    /// aligned, and serves one call at a time.
-    ///
-    /// # Errors
-    /// If the call is not offered (`is_unsupported`), a tensor breaks a rule of [`Tensors`], or the driver refuses.
-    pub fn launch(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        self.engine.forward(stream, terms, tensors, workspace)
-    }
-
-    /// The engine below, for calls with memory of their own and for halves of a call.
-    pub fn engine(&self) -> &AttentionEngine {
-        &self.engine
-    }
-}
-
 /// The device's telemetry as [`StepStats`], with the number of values that `calls` calls like this one saw; `words` are
-/// those of [`Tensors::stats`]. With a soft-cap the words hold the extremes of
+/// those of [`Tensors::stats`](super::Tensors::stats). With a soft-cap the words hold the extremes of
 /// raw logits; the result has those of capped ones, computed from them.
 ///
 /// # Errors
@@ -205,9 +128,7 @@ impl Attention for Cuda {
             rope: None,
             stats: true,
             accumulator,
-            saved: false,
-            row_max: false,
-            residual: false,
+            keeps: Keeps::Nothing,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };
@@ -240,11 +161,11 @@ struct Host<'a> {
 
 impl Cuda {
     fn run(&self, host: &Host<'_>) -> Result<HostOutput> {
-        let mut call = Resident::new(&self.engine, &host.setup)?;
+        let mut call = Resident::new(self, &host.setup)?;
         let Inputs { q, k, v } = host.inputs;
         call.write([q, k, v].map(|x| bytemuck::cast_slice(x)))?;
         let stream = self.device().stream()?;
-        call.launch(&self.engine, &stream)?;
+        call.launch(self, &stream)?;
         call.read()
     }
 
@@ -308,26 +229,21 @@ mod tests {
 
     #[test]
     fn what_the_gpu_does_not_offer_is_refused_by_name() {
-        let bytes = |call: &AttentionCall| {
-            Cuda::workspace_bytes(&call.shape, &Terms::of(call)?, Element::Bf16, PvAccumulator::F16, false)
-        };
-        let refusal = |call: &AttentionCall| bytes(call).unwrap_err();
-        assert!(bytes(&AttentionCall { mask: Mask::sliding(4), soft_cap: Some(50.0), ..call() }).is_ok());
+        let taken = |call: &AttentionCall| call.on_device(None, None)?.check();
+        let refusal = |call: &AttentionCall| taken(call).unwrap_err();
+        assert!(taken(&AttentionCall { mask: Mask::sliding(4), soft_cap: Some(50.0), ..call() }).is_ok());
         let cap = refusal(&AttentionCall { soft_cap: Some(-1.0), ..call() });
         assert!(cap.is_argument() && cap.to_string().contains("soft-cap -1"), "{cap}");
-        let sinks = refusal(&AttentionCall { sinks: Some(&[0.0; 4]), ..call() });
-        assert!(sinks.is_unsupported() && sinks.to_string().contains("give them in Terms"), "{sinks}");
         let dims = |d_head, d_v| AttentionCall { shape: AttentionShape { d_head, d_v, ..call().shape }, ..call() };
         let wide = refusal(&dims(256, 264));
         assert!(wide.is_unsupported() && wide.to_string().contains("d_v 264"), "{wide}");
         let odd = refusal(&dims(100, 100));
         assert!(odd.to_string().contains("100 must be a multiple of 8"), "{odd}");
         for (d_head, d_v) in [(16, 16), (40, 40), (96, 96), (192, 128), (256, 256), (64, 256)] {
-            assert!(bytes(&dims(d_head, d_v)).is_ok(), "{d_head}, {d_v}");
+            assert!(taken(&dims(d_head, d_v)).is_ok(), "{d_head}, {d_v}");
         }
         let empty = refusal(&AttentionCall { shape: AttentionShape { len_k: 0, ..call().shape }, ..call() });
         assert!(empty.is_argument(), "as on the CPU: {empty}");
-        assert!(bytes(&call()).unwrap() > Workspace::HEADER);
     }
 
     #[test]

@@ -22,100 +22,18 @@
 
 use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
 use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};
-use super::kernels::{Kernels, Variant as _, run_map};
-use super::params::outer_strides;
-use super::terms::{Sequences, Terms};
-use crate::attention::AttentionShape;
+use super::kernels::{Kernels, Tells, Variant as _, run_map};
+use super::params::{self, outer_strides};
+use super::terms::DeviceCall;
+use crate::attention::Keeps;
 use crate::cuda::{Arch, Device, Launch, Request, SideStreams, Stream, View, sources};
 use crate::error::{Error, Result};
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Zeroable;
 use std::sync::Arc;
 
 /// Threads of a block, of the backward and of the other two.
 const BLOCK: u32 = 384;
 const ROWS_BLOCK: u32 = 256;
-
-/// `Backward` of the kernels, byte for byte. Pointers may be 0 where they say so; strides count elements.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-struct Params {
-    q: u64,
-    k: u64,
-    v: u64,
-    o: u64,
-    d_out: u64,
-    lse: u64,
-    delta: u64,
-    dq: u64,
-    dk: u64,
-    dv: u64,
-    dq_sum: u64,
-    terms: u64,
-    turns: u64,
-    q_descale: u64,
-    k_descale: u64,
-    v_descale: u64,
-    q_strides: [i64; 3],
-    k_strides: [i64; 3],
-    v_strides: [i64; 3],
-    o_strides: [i64; 3],
-    d_out_strides: [i64; 3],
-    dq_strides: [i64; 3],
-    dk_strides: [i64; 3],
-    dv_strides: [i64; 3],
-    q_descale_strides: [i64; 2],
-    k_descale_strides: [i64; 2],
-    v_descale_strides: [i64; 2],
-    softmax_scale: f32,
-    batch: i32,
-    heads_q: i32,
-    heads_kv: i32,
-    len_q: i32,
-    len_k: i32,
-    q_tiles: i32,
-    diagonal: i32,
-    section: i32,
-    d: i32,
-    q_starts: u64,
-    q_ends: u64,
-    k_starts: u64,
-    k_ends: u64,
-    sequences: i32,
-    unused: i32,
-    sinks: u64,
-    d_sinks: u64,
-    sink_parts: u64,
-    soft_cap: f32,
-    window_left: i32,
-    window_right: i32,
-    d_v: i32,
-}
-const _: () = assert!(size_of::<Params>() == 488, "the kernels assert the same");
-
-/// What follows them where dQ is in FP8.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-struct BoundParams {
-    row_max: u64,
-    value_norm: u64,
-    value_norm_strides: [i64; 2],
-}
-
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-struct Fp8Params {
-    params: Params,
-    bounds: BoundParams,
-}
-
-/// What follows them in the first kernel where delta is that of the output before its rounding.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-struct UnroundedParams {
-    params: Params,
-    residual: u64,
-    residual_strides: [i64; 3],
-}
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -130,9 +48,10 @@ impl Variant {
     fn all(form: BackwardForm, deterministic: bool, splits: usize) -> [Self; 3] {
         let rows = BackwardForm { used: form.columns, causal: false, soft_cap: false, ..form };
         // delta is the first kernel's.
-        let rest = BackwardForm { residual: false, ..form };
+        let keeps = if form.keeps == Keeps::Fp8Dq { form.keeps } else { Keeps::Nothing };
+        let rest = BackwardForm { keeps, ..form };
         let backward = Self::Backward { form: BackwardForm { sink: false, ..rest }, deterministic, splits };
-        [Self::Prepare(rows), backward, Self::Finish(BackwardForm { residual: false, ..rows })]
+        [Self::Prepare(rows), backward, Self::Finish(BackwardForm { keeps, ..rows })]
     }
 }
 
@@ -140,6 +59,7 @@ impl super::kernels::Variant for Variant {
     fn request(self) -> Request {
         let of = |source, form: BackwardForm| {
             let mut request = Request::new(source, Arch::SM90A).define("HEAD_DIM", form.columns);
+            request = request.define("BLOCK_KEYS", form.keys()).define("BLOCK_ROWS", form.rows());
             if form.used < form.columns {
                 request = request.define("COLUMNS", form.used);
             }
@@ -150,8 +70,8 @@ impl super::kernels::Variant for Variant {
                 ("SINK", form.sink),
                 ("CAUSAL", form.causal),
                 ("SOFT_CAP", form.soft_cap),
-                ("DQ8", form.dq_fp8),
-                ("RESIDUAL", form.residual),
+                ("DQ8", form.keeps == Keeps::Fp8Dq),
+                ("RESIDUAL", form.keeps == Keeps::UnroundedDelta),
             ];
             flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
         };
@@ -172,8 +92,8 @@ impl super::kernels::Variant for Variant {
         }
     }
 
-    fn has_shared(self) -> bool {
-        matches!(self, Self::Backward { .. })
+    fn tells(self) -> Tells {
+        if matches!(self, Self::Backward { .. }) { Tells::Shared } else { Tells::Nothing }
     }
 }
 
@@ -190,8 +110,7 @@ pub fn backward_variants() -> Vec<Request> {
             varlen: false,
             soft_cap: false,
             sink: false,
-            dq_fp8: false,
-            residual: false,
+            keeps: Keeps::Nothing,
         };
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
@@ -201,7 +120,7 @@ pub fn backward_variants() -> Vec<Request> {
                 let dense = |form| Variant::Backward { form, deterministic: false, splits };
                 all.push(dense(form));
                 if columns == 128 {
-                    all.push(dense(BackwardForm { dq_fp8: true, ..form }));
+                    all.push(dense(BackwardForm { keeps: Keeps::Fp8Dq, ..form }));
                 }
             }
         }
@@ -218,7 +137,7 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
         ] {
             all.extend(Variant::all(form, false, 1));
-            all.extend(Variant::all(BackwardForm { residual: true, ..form }, false, 1));
+            all.extend(Variant::all(BackwardForm { keeps: Keeps::UnroundedDelta, ..form }, false, 1));
         }
         if columns == 256 {
             continue;
@@ -228,7 +147,7 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { fill: true, used: columns.min(96), ..plain },
             BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
         ] {
-            let form = BackwardForm { dq_fp8: true, ..form };
+            let form = BackwardForm { keeps: Keeps::Fp8Dq, ..form };
             all.extend(Variant::all(form, false, 1));
             // Of 64 columns, deterministic calls have no registers for it, and are refused.
             if columns == 128 {
@@ -284,20 +203,20 @@ impl BackwardEngine {
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
-        Ok(BackwardWorkspace::of(sizes, terms, &self.options, self.processors())?.bytes)
+    pub fn workspace_bytes(&self, call: &DeviceCall) -> Result<usize> {
+        Ok(BackwardWorkspace::of(call, &self.options, self.processors())?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
     ///
     /// # Errors
     /// If the call is not offered, or a kernel does not compile or load.
-    pub fn prepare(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
-        let form = BackwardForm::of(sizes, terms, &self.options)?;
+    pub fn prepare(&self, call: &DeviceCall) -> Result<()> {
+        let form = BackwardForm::of(call, &self.options)?;
         let mut variants = Vec::new();
-        for [entries, kv_heads] in self.parts(sizes, terms, &form).all(sizes) {
-            let part = Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(sizes);
-            for variant in Variant::all(form, self.options.deterministic, self.schedule(&part, terms, &form).splits) {
+        for [entries, kv_heads] in self.parts(call, &form).all(&call.shape) {
+            let part = call.with_shape(Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(&call.shape));
+            for variant in Variant::all(form, self.options.deterministic, self.schedule(&part, &form).splits) {
                 if !variants.contains(&variant) {
                     variants.push(variant);
                 }
@@ -317,22 +236,21 @@ impl BackwardEngine {
     pub fn backward(
         &self,
         stream: &Stream,
-        terms: &Terms,
+        call: &DeviceCall,
         tensors: &BackwardTensors,
         workspace: &View<1>,
     ) -> Result<()> {
-        let sizes = tensors.check()?;
-        let form = BackwardForm::of(&sizes, terms, &self.options)?;
-        let place = BackwardWorkspace::of(&sizes, terms, &self.options, self.processors())?;
+        tensors.check(call)?;
+        let form = BackwardForm::of(call, &self.options)?;
+        let place = BackwardWorkspace::of(call, &self.options, self.processors())?;
         place.check(workspace)?;
-        if terms.sinks.is_some() != tensors.d_sinks.is_some() {
-            return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
-        }
-        if self.options.dq_fp8 != tensors.bounds.is_some() {
-            return Err(Error::argument("bounds are for dQ in FP8, which needs them"));
-        }
-        if self.options.residual != matches!(tensors.delta, Delta::Unrounded { .. }) {
-            return Err(Error::argument("Delta::Unrounded is for an engine with the option residual, which needs it"));
+        let (kept, wanted) = (tensors.keeps(), self.options.keeps);
+        if kept != wanted {
+            return Err(Error::argument(format_args!(
+                "the tensors are those of a forward that keeps {}, and the engine is for {}",
+                kept.name(),
+                wanted.name()
+            )));
         }
         // A thread of an autograd engine may have done nothing on the device so far.
         stream.bind()?;
@@ -343,11 +261,11 @@ impl BackwardEngine {
             side.wait_for(stream)?;
             lanes.push(side);
         }
-        let mut parts = self.parts(&sizes, terms, &form).all(&sizes).enumerate();
+        let mut parts = self.parts(call, &form).all(&call.shape).enumerate();
         let launched = parts.try_for_each(|(index, [entries, kv_heads])| {
             let (lane, follows) = (index % lanes.len(), index >= lanes.len());
             let start = workspace.ptr().offset((lane * place.lane) as u64).0;
-            self.launch(&lanes[lane], terms, form, &tensors.part(entries, kv_heads), (&place, start), follows)
+            self.launch(&lanes[lane], call, form, &tensors.part(entries, kv_heads), (&place, start), follows)
         });
         lanes[1..].iter().try_for_each(|side| stream.wait_for(side))?;
         launched
@@ -358,20 +276,21 @@ impl BackwardEngine {
     fn launch(
         &self,
         stream: &Stream,
-        terms: &Terms,
+        call: &DeviceCall,
         form: BackwardForm,
         tensors: &BackwardTensors,
         (place, start): (&BackwardWorkspace, u64),
         follows: bool,
     ) -> Result<()> {
-        let sizes = tensors.check()?;
-        let schedule = self.schedule(&sizes, terms, &form);
+        let call = &call.with_shape(tensors.shape());
+        tensors.check(call)?;
+        let (sizes, schedule) = (&call.shape, self.schedule(call, &form));
         let variants = Variant::all(form, self.options.deterministic, schedule.splits);
         let [prepare, backward, finish] = variants.map(|variant| self.kernels.load(variant));
         let (prepare, backward, finish) = (prepare?, backward?, finish?);
 
-        let [units, query_tiles, _] = form.tiles(&sizes, terms);
-        let mut params = self.params(tensors, &sizes, terms);
+        let [units, query_tiles, _] = form.tiles(call);
+        let mut params = self.params(tensors, call);
         (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
         let at = |offset: usize| start + offset as u64;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
@@ -385,14 +304,21 @@ impl BackwardEngine {
         let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
         let mut maps = [q8?, d_out?];
         let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
-        let mut with_bounds = Fp8Params { params, bounds: self.bounds(tensors) };
+        let value_norm = tensors.bounds.and_then(|bounds| bounds.value_norm);
+        let mut with_bounds = params::Fp8Backward {
+            backward: params,
+            row_max: tensors.bounds.map_or(0, |bounds| bounds.row_max.ptr().0),
+            value_norm: value_norm.map_or(0, |x| x.ptr().0),
+            value_norm_strides: value_norm.map_or([0; 2], |x| x.strides()),
+        };
         let (residual, residual_strides) = match &tensors.delta {
             Delta::Unrounded { residual, .. } => (residual.ptr().0, outer_strides(residual)),
             _ => (0, [0; 3]),
         };
         // Kernels that take neither have no place for what follows: theirs are the bytes in front.
-        let mut unrounded = UnroundedParams { params, residual, residual_strides };
-        let params = if form.dq_fp8 { (&raw mut with_bounds).cast() } else { (&raw mut unrounded).cast() };
+        let mut unrounded = params::UnroundedBackward { backward: params, residual, residual_strides };
+        let params =
+            if form.keeps == Keeps::Fp8Dq { (&raw mut with_bounds).cast() } else { (&raw mut unrounded).cast() };
         // SAFETY: 1. the struct, and two maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
         // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads
         // or writes.
@@ -403,36 +329,27 @@ impl BackwardEngine {
         }
     }
 
-    fn parts(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> Parts {
-        Parts::of(sizes, terms, form, self.options.sums_limit, self.processors())
+    fn parts(&self, call: &DeviceCall, form: &BackwardForm) -> Parts {
+        Parts::of(call, form, self.options.sums_limit, self.processors())
     }
 
-    fn bounds(&self, tensors: &BackwardTensors) -> BoundParams {
-        tensors.bounds.as_ref().map_or_else(BoundParams::zeroed, |bounds| BoundParams {
-            row_max: bounds.row_max.ptr().0,
-            value_norm: bounds.value_norm.map_or(0, |x| x.ptr().0),
-            value_norm_strides: bounds.value_norm.map_or([0; 2], |x| x.strides()),
-        })
-    }
-
-    fn schedule(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> BackwardSchedule {
-        BackwardSchedule::of(sizes, terms, form, self.options.deterministic, self.processors())
+    fn schedule(&self, call: &DeviceCall, form: &BackwardForm) -> BackwardSchedule {
+        BackwardSchedule::of(call, form, self.options.deterministic, self.processors())
     }
 
     fn processors(&self) -> usize {
         self.kernels.device.processors()
     }
 
-    fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, terms: &Terms) -> Params {
+    fn params(&self, t: &BackwardTensors, call: &DeviceCall) -> params::Backward {
+        let sizes = &call.shape;
         let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| self.kernels.descale(d.as_ref()));
         let (o, o_strides, delta) = match &t.delta {
             Delta::Output(out) | Delta::Unrounded { out, .. } => (out.ptr().0, outer_strides(out), 0),
             Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
         };
-        let [left, right] = terms.window(sizes);
-        let list =
-            |of: fn(&Sequences) -> &View<1>| terms.sequences.as_ref().map_or(0, |sequences| of(sequences).ptr().0);
-        Params {
+        let [window_left, window_right] = call.window();
+        params::Backward {
             q: t.q.ptr().0,
             k: t.k.ptr().0,
             v: t.v.ptr().0,
@@ -462,20 +379,16 @@ impl BackwardEngine {
             heads_kv: sizes.n_kv_heads as i32,
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
-            softmax_scale: terms.softmax_scale,
+            softmax_scale: call.softmax_scale as f32,
             diagonal: sizes.len_k as i32 - sizes.len_q as i32,
             d: sizes.d_head as i32,
             d_v: sizes.d_v as i32,
-            q_starts: list(|s| &s.q_starts),
-            q_ends: list(|s| &s.q_ends),
-            k_starts: list(|s| &s.k_starts),
-            k_ends: list(|s| &s.k_ends),
-            sequences: terms.sequences.map_or(0, |s| s.count() as i32),
-            sinks: terms.sinks.map_or(0, |x| x.ptr().0),
+            sequences: params::Sequences::of(call),
+            sinks: call.sinks.map_or(0, |x| x.ptr().0),
             d_sinks: t.d_sinks.map_or(0, |x| x.ptr().0),
-            soft_cap: terms.soft_cap.unwrap_or(0.0),
-            window_left: left,
-            window_right: right,
+            soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
+            window_left,
+            window_right,
             ..Zeroable::zeroed()
         }
     }

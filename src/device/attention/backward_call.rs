@@ -1,7 +1,8 @@
 //! What a backward call is made of, and the rules it has to keep.
 
 use super::call::Descales;
-use crate::attention::AttentionShape;
+use super::terms::DeviceCall;
+use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -13,11 +14,11 @@ pub enum Delta {
     /// then: it takes one whose probabilities and sums are of 16 bits or better.
     Output(View<4>),
     /// The same product with the output before its rounding to BF16, so that no rounding of one sign reaches dQ: for calls whose
-    /// engine has [`BackwardOptions::residual`].
+    /// forward keeps [`Keeps::UnroundedDelta`].
     Unrounded {
         /// The output.
         out: View<4>,
-        /// What its rounding took, as [`SavedOperands::residual`](super::SavedOperands::residual) has it: BF16, shaped as q,
+        /// What its rounding took, as [`SavedRows::Residual`](super::SavedRows::Residual) has it: BF16, shaped as q,
         /// 16-byte aligned, strides multiples of 8 elements.
         residual: View<4>,
     },
@@ -26,7 +27,7 @@ pub enum Delta {
 }
 
 /// How a [`BackwardEngine`](super::BackwardEngine) runs its calls.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardOptions {
     /// dQ, too, has the same bits in every run; slower.
     pub deterministic: bool,
@@ -35,17 +36,22 @@ pub struct BackwardOptions {
     /// each query head has a KV head of its own, which makes the peak memory of a training step that of BF16's, but enough to
     /// fill the device; no limit elsewhere. `Some(usize::MAX)`: one part. Calls with sequences or sinks are in one part.
     pub sums_limit: Option<usize>,
-    /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`]. For heads of
-    /// at most 128; with `deterministic` of more than 64.
-    pub dq_fp8: bool,
-    /// delta is [`Delta::Unrounded`]; not with `dq_fp8`.
-    pub residual: bool,
+    /// What the forwards of its calls keep, and with it where delta comes from and what dQ is a product of. With
+    /// [`Keeps::Fp8Dq`], dQ of E4M3 codes of dS (see [`Fp8Products`](crate::attention::Fp8Products)), calls need
+    /// [`BackwardTensors::bounds`], heads of at most 128, and with `deterministic` heads of more than 64.
+    pub keeps: Keeps,
+}
+
+impl Default for BackwardOptions {
+    fn default() -> Self {
+        Self { deterministic: false, sums_limit: None, keeps: Keeps::Operands }
+    }
 }
 
 /// What the scales of dS come from.
 #[derive(Clone, Copy, Debug)]
 pub struct RowBounds {
-    /// The base-2 logarithm of the largest P of each row, as a forward with [`SavedOperands::row_max`](super::SavedOperands::row_max)
+    /// The base-2 logarithm of the largest P of each row, as a forward with [`SavedRows::RowMax`](super::SavedRows::RowMax)
     /// leaves it: f32, `(batch, heads_q, len_q)` without gaps.
     pub row_max: View<3>,
     /// A bound on |v_j| of each KV head, of the E4M3 values that are read, f32, `(batch, heads_kv)`; `None`: what the
@@ -85,18 +91,31 @@ pub struct BackwardTensors {
 }
 
 impl BackwardTensors {
-    /// Sizes of the call, after all rules were checked.
+    /// Sizes of the call on these tensors.
+    pub fn shape(&self) -> AttentionShape {
+        let [batch, len_q, n_q_heads, d_head] = self.q.extents();
+        let [_, len_k, n_kv_heads, _] = self.k.extents();
+        AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: self.v.extents()[3] }
+    }
+
+    /// What the forward kept for it.
+    pub fn keeps(&self) -> Keeps {
+        match (&self.delta, &self.bounds) {
+            (_, Some(_)) => Keeps::Fp8Dq,
+            (Delta::Unrounded { .. }, None) => Keeps::UnroundedDelta,
+            _ => Keeps::Operands,
+        }
+    }
+
+    /// Checks every rule of a call and of its tensors.
     ///
     /// # Errors
     /// Names the argument and the rule.
-    pub fn check(&self) -> Result<AttentionShape> {
-        let [batch, len_q, n_q_heads, d_head] = self.q.extents();
-        let [_, len_k, n_kv_heads, _] = self.k.extents();
-        let d_v = self.v.extents()[3];
-        let sizes = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v };
-        sizes.check_on_gpu()?;
-        let (of_q, of_out) = ([batch, len_q, n_q_heads, d_head], [batch, len_q, n_q_heads, d_v]);
-        let (of_k, of_v) = ([batch, len_k, n_kv_heads, d_head], [batch, len_k, n_kv_heads, d_v]);
+    pub fn check(&self, call: &DeviceCall) -> Result<()> {
+        call.check()?;
+        let sizes = &call.shape;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, .. } = *sizes;
+        let (of_q, of_out, of_k, of_v) = (sizes.q_shape(), sizes.out_shape(), sizes.k_shape(), sizes.v_shape());
         for (name, x, shape) in [("q", &self.q, of_q), ("k", &self.k, of_k), ("v", &self.v, of_v)] {
             x.expect(name, &[Element::E4m3], shape)?;
             x.expect_aligned(name, 16, 16)?;
@@ -117,20 +136,21 @@ impl BackwardTensors {
             }
             Delta::Given(delta) => delta.expect_dense("delta", Element::F32, sizes.lse_shape())?,
         }
-        for (name, x) in
-            [("q descale", self.descales.q), ("k descale", self.descales.k), ("v descale", self.descales.v)]
-        {
-            if let Some(x) = x {
-                x.expect(name, &[Element::F32], [batch, n_kv_heads])?;
-                x.expect_aligned(name, 4, 1)?;
-            }
-        }
+        self.descales.check(sizes)?;
         if let Some(bounds) = &self.bounds {
+            if matches!(self.delta, Delta::Unrounded { .. }) {
+                return Err(Error::unsupported(
+                    "dQ in FP8 takes delta from the rounded output: leave out the bounds or the residual",
+                ));
+            }
             bounds.row_max.expect_dense("row_max", Element::F32, sizes.lse_shape())?;
             if let Some(x) = &bounds.value_norm {
                 x.expect("value_norm", &[Element::F32], [batch, n_kv_heads])?;
                 x.expect_aligned("value_norm", 4, 1)?;
             }
+        }
+        if call.sinks.is_some() != self.d_sinks.is_some() {
+            return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
         }
         if let Some(d_sinks) = &self.d_sinks {
             d_sinks.expect_dense("d_sinks", Element::F32, [n_q_heads])?;
@@ -138,11 +158,9 @@ impl BackwardTensors {
         if self.descales.logit.is_some() {
             return Err(Error::unsupported("gradients through logits in E4M3 are not offered on the GPU"));
         }
-        Ok(sizes)
+        Ok(())
     }
-}
 
-impl BackwardTensors {
     /// Of some entries of the batch, or of some KV heads of one entry with the query heads that read them.
     pub(super) fn part(&self, entries: Range<usize>, kv_heads: Range<usize>) -> Self {
         let group = self.q.extents()[2] / self.k.extents()[2];
@@ -203,6 +221,11 @@ pub(super) mod tests {
         }
     }
 
+    fn check(tensors: &BackwardTensors) -> Result<AttentionShape> {
+        let shape = tensors.shape();
+        tensors.check(&DeviceCall::causal(shape)).map(|()| shape)
+    }
+
     fn descales() -> Descales {
         let one = Some(dense(Element::F32, [2, 2]));
         Descales { q: one, k: one, v: one, ..Descales::default() }
@@ -210,13 +233,13 @@ pub(super) mod tests {
 
     #[test]
     fn what_breaks_a_rule_is_named() {
-        let sizes = tensors().check().unwrap();
+        let sizes = check(&tensors()).unwrap();
         assert_eq!(
             sizes,
             AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128, d_v: 128 }
         );
         type Change = fn(&mut BackwardTensors);
-        let cases: [(&str, Change); 12] = [
+        let cases: [(&str, Change); 14] = [
             ("d_head 264 is not offered", |t| t.q = dense(Element::E4m3, [2, 40, 4, 264])),
             ("q is Bf16", |t| t.q = dense(Element::Bf16, [2, 40, 4, 128])),
             ("v has shape", |t| t.v = dense(Element::E4m3, [2, 51, 2, 128])),
@@ -234,12 +257,18 @@ pub(super) mod tests {
                 t.delta = Delta::Unrounded { out, residual };
             }),
             ("delta has shape", |t| t.delta = Delta::Given(dense(Element::F32, [2, 4, 41]))),
+            ("leave out the bounds or the residual", |t| {
+                let out = dense(Element::Bf16, [2, 40, 4, 128]);
+                t.delta = Delta::Unrounded { out, residual: out };
+                t.bounds = Some(RowBounds { row_max: dense(Element::F32, [2, 4, 40]), value_norm: None });
+            }),
+            ("d_sinks is for calls with sinks", |t| t.d_sinks = Some(dense(Element::F32, [4]))),
             ("logits in E4M3", |t| t.descales.logit = Some(dense(Element::F32, [4]))),
         ];
         for (message, change) in cases {
             let mut call = tensors();
             change(&mut call);
-            let error = call.check().unwrap_err();
+            let error = check(&call).unwrap_err();
             assert!(error.to_string().contains(message), "{error}");
         }
     }
@@ -249,7 +278,7 @@ pub(super) mod tests {
     fn a_part_has_the_tensors_of_its_entries_and_heads() {
         let all = BackwardTensors { descales: descales(), ..tensors() };
         let part = all.part(1..2, 1..2);
-        let sizes = part.check().unwrap();
+        let sizes = check(&part).unwrap();
         assert_eq!((sizes.batch, sizes.n_q_heads, sizes.n_kv_heads), (1, 2, 1));
         let at = |x: DevicePtr| x.0 - (1 << 20);
         assert_eq!(at(part.q.ptr()), (40 * 4 + 2) * 128);
@@ -258,6 +287,6 @@ pub(super) mod tests {
         assert_eq!(at(part.descales.k.unwrap().ptr()), 4 * 3);
         let whole = all.part(0..2, 0..2);
         assert_eq!((whole.q, whole.dv, whole.lse), (all.q, all.dv, all.lse));
-        assert!(all.part(0..2, 1..2).check().is_err(), "the log-sum-exp of some heads of two entries has gaps");
+        assert!(check(&all.part(0..2, 1..2)).is_err(), "the log-sum-exp of some heads of two entries has gaps");
     }
 }

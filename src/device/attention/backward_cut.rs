@@ -2,8 +2,8 @@
 
 use super::backward_call::BackwardOptions;
 use super::regions::{Regions, check_workspace};
-use super::terms::Terms;
-use crate::attention::AttentionShape;
+use super::terms::DeviceCall;
+use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::View;
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -27,32 +27,26 @@ pub(super) struct BackwardForm {
     pub soft_cap: bool,
     /// The call has sinks.
     pub sink: bool,
-    /// dQ of E4M3 codes of dS.
-    pub dq_fp8: bool,
-    /// delta is that of the output before its rounding.
-    pub residual: bool,
+    /// What the forward kept for it: where delta comes from, and whether dQ is of E4M3 codes of dS.
+    pub keeps: Keeps,
 }
 
 impl BackwardForm {
-    /// The form of a call, its terms checked.
+    /// The form of a call that keeps its rules.
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
-        sizes.check_on_gpu()?;
-        terms.check(sizes)?;
-        let (causal, features) = terms.features(sizes);
+    pub fn of(call: &DeviceCall, options: &BackwardOptions) -> Result<Self> {
+        call.check()?;
+        let sizes = &call.shape;
+        let (causal, features) = call.features();
         let widest = sizes.d_head.max(sizes.d_v);
         let columns = [64, 128].into_iter().find(|&columns| widest <= columns).unwrap_or(256);
         // Rows that see no key are for the kernel with windows to keep apart.
         let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
         let window = features.window || blind;
-        let BackwardOptions { deterministic, dq_fp8, residual, .. } = *options;
-        if dq_fp8 && residual {
-            return Err(Error::unsupported(
-                "dQ in FP8 takes delta from the rounded output: leave out dq_fp8 or the residual",
-            ));
-        }
+        let BackwardOptions { deterministic, keeps, .. } = *options;
+        let dq_fp8 = keeps == Keeps::Fp8Dq;
         if dq_fp8 && columns == 256 {
             return Err(Error::unsupported(format_args!(
                 "dQ in FP8 is not offered on the GPU for heads of {widest}, above 128: leave out dq_fp8"
@@ -76,8 +70,7 @@ impl BackwardForm {
             varlen: features.varlen,
             soft_cap: features.soft_cap,
             sink: features.sink,
-            dq_fp8,
-            residual,
+            keeps: keeps.of_kernel(),
         })
     }
 
@@ -93,7 +86,7 @@ impl BackwardForm {
 
     /// Numbers of each query that the kernels pass on.
     pub fn terms(&self) -> usize {
-        2 + usize::from(self.dq_fp8)
+        2 + usize::from(self.keeps == Keeps::Fp8Dq)
     }
 
     /// Bytes of the f32 sums of dQ of one tile of queries.
@@ -103,8 +96,9 @@ impl BackwardForm {
 
     /// Sequences that tiles are counted in, and tiles of queries and of keys that each has: those of the batch, or all in one, where
     /// every sequence takes whole tiles.
-    pub fn tiles(&self, sizes: &AttentionShape, terms: &Terms) -> [usize; 3] {
-        match &terms.sequences {
+    pub fn tiles(&self, call: &DeviceCall) -> [usize; 3] {
+        let sizes = &call.shape;
+        match &call.sequences {
             None => [sizes.batch, sizes.len_q.div_ceil(self.rows()), sizes.len_k.div_ceil(self.keys())],
             Some(sequences) => {
                 let slots = |rows: usize, size: usize| sizes.batch * rows / size + sequences.count() + 1;
@@ -127,18 +121,13 @@ pub(super) struct Parts {
 impl Parts {
     /// As few parts as the limit allows, of about one size; two parts of one KV head may pass it. Calls with sequences, whose rows are
     /// one axis, and with sinks, whose gradient is a sum over the batch, are in one part.
-    pub fn of(
-        sizes: &AttentionShape,
-        terms: &Terms,
-        form: &BackwardForm,
-        sums_limit: Option<usize>,
-        processors: usize,
-    ) -> Self {
+    pub fn of(call: &DeviceCall, form: &BackwardForm, sums_limit: Option<usize>, processors: usize) -> Self {
+        let sizes = &call.shape;
         let whole = Self { entries: sizes.batch, kv_heads: sizes.n_kv_heads };
-        if terms.sequences.is_some() || terms.sinks.is_some() {
+        if call.sequences.is_some() || call.sinks.is_some() {
             return whole;
         }
-        let [_, query_tiles, key_tiles] = form.tiles(sizes, terms);
+        let [_, query_tiles, key_tiles] = form.tiles(call);
         let units = sizes.batch * sizes.n_kv_heads;
         let fit = match sums_limit {
             Some(limit) => match limit / (sizes.group() * query_tiles * form.sum_bytes()) {
@@ -208,11 +197,11 @@ impl BackwardWorkspace {
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, processors: usize) -> Result<Self> {
-        let form = BackwardForm::of(sizes, terms, options)?;
-        let parts = Parts::of(sizes, terms, &form, options.sums_limit, processors);
-        let (lanes, sizes) = (parts.lanes(sizes), &parts.largest(sizes));
-        let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
+    pub fn of(call: &DeviceCall, options: &BackwardOptions, processors: usize) -> Result<Self> {
+        let form = BackwardForm::of(call, options)?;
+        let parts = Parts::of(call, &form, options.sums_limit, processors);
+        let (lanes, sizes) = (parts.lanes(&call.shape), &parts.largest(&call.shape));
+        let [units, query_tiles, key_tiles] = form.tiles(&call.with_shape(*sizes));
         // Kernels count both in 31 bits.
         const TILES: usize = 1 << 30;
         if units * sizes.n_q_heads * query_tiles.max(key_tiles) > TILES {
@@ -252,17 +241,12 @@ impl BackwardSchedule {
     const BLOCK_COST: usize = 4;
     const CLUSTER_COST: usize = 6;
 
-    pub fn of(
-        sizes: &AttentionShape,
-        terms: &Terms,
-        form: &BackwardForm,
-        deterministic: bool,
-        processors: usize,
-    ) -> Self {
-        let [entries, _, key_tiles] = form.tiles(sizes, terms);
+    pub fn of(call: &DeviceCall, form: &BackwardForm, deterministic: bool, processors: usize) -> Self {
+        let sizes = &call.shape;
+        let [entries, _, key_tiles] = form.tiles(call);
         let units = entries * sizes.n_kv_heads;
-        let len_q = terms.sequences.map_or(sizes.len_q, |sequences| sequences.max_len_q);
-        let width = terms.window(sizes).map(|keys| keys as usize).iter().sum::<usize>() + form.keys() + form.rows();
+        let len_q = call.queries();
+        let width = call.window().map(|keys| keys as usize).iter().sum::<usize>() + form.keys() + form.rows();
         let at_a_time = (processors + key_tiles / 2) / key_tiles;
         let section = units.div_ceil(units.div_ceil(at_a_time.clamp(1, units)));
 
@@ -284,23 +268,22 @@ impl BackwardSchedule {
 #[cfg(test)]
 mod tests {
     use super::super::call::Workspace;
+    use super::super::tile::PROCESSORS;
     use super::*;
     use crate::attention::{Mask, PvAccumulator};
     use crate::cuda::Element;
     use crate::device::attention::Sequences;
     use crate::device::attention::backward_call::tests::dense;
 
-    const PLAIN: BackwardOptions =
-        BackwardOptions { deterministic: false, sums_limit: None, dq_fp8: false, residual: false };
+    const PLAIN: BackwardOptions = BackwardOptions { deterministic: false, sums_limit: None, keeps: Keeps::Operands };
     const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
-    const PROCESSORS: usize = 132;
 
     fn cut(sums_limit: Option<usize>) -> BackwardOptions {
         BackwardOptions { sums_limit, ..PLAIN }
     }
 
-    fn causal() -> Terms {
-        Terms::plain(Mask::CAUSAL, 0.1)
+    fn causal(shape: &AttentionShape) -> DeviceCall {
+        DeviceCall::causal(*shape)
     }
 
     fn lists(count: usize, max_len_q: usize, max_len_k: usize) -> Option<Sequences> {
@@ -313,15 +296,15 @@ mod tests {
         for d_head in [64, 128] {
             let sizes =
                 AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head, d_v: d_head };
-            let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
-            let form = BackwardForm::of(&sizes, &sinks, &PLAIN).unwrap();
+            let sinks = DeviceCall { sinks: Some(dense(Element::F32, [6])), ..causal(&sizes) };
+            let form = BackwardForm::of(&sinks, &PLAIN).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, PROCESSORS).unwrap();
+            let w = BackwardWorkspace::of(&sinks, &DETERMINISTIC, PROCESSORS).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, PROCESSORS).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&causal(&sizes), &PLAIN, PROCESSORS).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         }
@@ -338,9 +321,8 @@ mod tests {
             d_head: 128,
             d_v: 128,
         };
-        let parts = |sizes: &AttentionShape, terms: &Terms, limit| {
-            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit, PROCESSORS)
-        };
+        let parts =
+            |call: &DeviceCall, limit| Parts::of(call, &BackwardForm::of(call, &PLAIN).unwrap(), limit, PROCESSORS);
         const MIB: usize = 1 << 20;
         for (shape, limit, want) in [
             // 32 MiB of sums an entry, then 8 or 64 a KV head. Without a limit an eighth of the call where no query heads share keys.
@@ -362,9 +344,9 @@ mod tests {
             (sizes(1, 64, 8, 16384), Some(32 * MIB), (1, 1)),
             (sizes(3, 4, 1, 100), Some(1), (1, 1)),
         ] {
-            let found = parts(&shape, &causal(), limit);
+            let found = parts(&causal(&shape), limit);
             assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
-            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), PROCESSORS).unwrap().bytes;
+            let bytes = |limit| BackwardWorkspace::of(&causal(&shape), &cut(limit), PROCESSORS).unwrap().bytes;
             let of_a_head = bytes(Some(1));
             assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= limit.saturating_add(limit / 50).max(of_a_head)));
             assert!(bytes(limit) <= bytes(Some(usize::MAX)));
@@ -379,9 +361,9 @@ mod tests {
             assert!(seen.iter().all(|&count| count == 1));
         }
         let shape = sizes(8, 32, 32, 2048);
-        let sinks = Terms { sinks: Some(dense(Element::F32, [32])), ..causal() };
-        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
-        assert!([sinks, packed].iter().all(|terms| parts(&shape, terms, Some(1)).entries == 8));
+        let sinks = DeviceCall { sinks: Some(dense(Element::F32, [32])), ..causal(&shape) };
+        let packed = DeviceCall { sequences: lists(5, 100, 100), ..causal(&shape) };
+        assert!([sinks, packed].iter().all(|call| parts(call, Some(1)).entries == 8));
     }
 
     /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
@@ -397,9 +379,9 @@ mod tests {
                 let s = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head: d, d_v: d };
                 let operands = s.q_elements() + s.k_elements() + s.v_elements();
                 let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
-                let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
+                let forward = Workspace::of(&causal(&s), Element::Bf16, PvAccumulator::F16, true).bytes;
                 let mib = |limit: Option<usize>| {
-                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), PROCESSORS).unwrap().bytes;
+                    let backward = BackwardWorkspace::of(&causal(&s), &cut(limit), PROCESSORS).unwrap().bytes;
                     (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
                 };
                 let [one, ours, cut] = [Some(usize::MAX), None, Some(32 << 20)].map(mib);
@@ -418,36 +400,37 @@ mod tests {
     fn a_call_gets_the_kernel_of_its_terms() {
         let sizes =
             AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 300, d_head: 128, d_v: 128 };
-        let form = |sizes: &AttentionShape, terms: &Terms| BackwardForm::of(sizes, terms, &PLAIN).unwrap();
-        let dense = form(&sizes, &causal());
+        let of_call = |call: &DeviceCall| BackwardForm::of(call, &PLAIN).unwrap();
+        let form = |sizes: AttentionShape| of_call(&causal(&sizes));
+        let dense = form(sizes);
         assert!(dense.causal && !(dense.window || dense.fill || dense.varlen || dense.soft_cap || dense.sink));
-        let sliding = |left| Terms { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal() };
-        let windowed = form(&sizes, &sliding(299));
+        let sliding = |left| DeviceCall { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal(&sizes) };
+        let windowed = of_call(&sliding(299));
         assert!(windowed.window && !windowed.causal);
-        assert_eq!(form(&sizes, &sliding(300)), dense, "a window of all keys is none");
-        assert!(form(&AttentionShape { len_k: 299, ..sizes }, &causal()).window, "a row that sees no key");
-        let fill = form(&AttentionShape { d_v: 72, ..sizes }, &causal());
+        assert_eq!(of_call(&sliding(300)), dense, "a window of all keys is none");
+        assert!(form(AttentionShape { len_k: 299, ..sizes }).window, "a row that sees no key");
+        let fill = form(AttentionShape { d_v: 72, ..sizes });
         assert!(fill.fill && (fill.columns, fill.used) == (128, 128));
-        let phi = form(&AttentionShape { d_head: 96, d_v: 80, ..sizes }, &causal());
+        let phi = form(AttentionShape { d_head: 96, d_v: 80, ..sizes });
         assert_eq!((phi.columns, phi.used), (128, 96));
-        assert_eq!(form(&AttentionShape { d_head: 40, d_v: 64, ..sizes }, &causal()).columns, 64);
+        assert_eq!(form(AttentionShape { d_head: 40, d_v: 64, ..sizes }).columns, 64);
 
-        let wide = |d_head, d_v| form(&AttentionShape { d_head, d_v, ..sizes }, &causal());
+        let wide = |d_head, d_v| form(AttentionShape { d_head, d_v, ..sizes });
         assert_eq!((wide(256, 256).columns, wide(256, 256).used, wide(256, 256).fill), (256, 256, false));
         assert_eq!((wide(192, 128).columns, wide(192, 128).used, wide(192, 128).fill), (256, 192, true));
         assert_eq!((wide(136, 64).rows(), wide(136, 64).keys()), (64, 64));
 
-        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
-        let of = form(&sizes, &packed);
+        let packed = DeviceCall { sequences: lists(5, 100, 100), ..causal(&sizes) };
+        let of = of_call(&packed);
         assert!(of.varlen && of.causal);
         // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
-        assert_eq!(of.tiles(&sizes, &packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
-        assert_eq!(dense.tiles(&sizes, &causal()), [2, 5, 3]);
+        assert_eq!(of.tiles(&packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
+        assert_eq!(dense.tiles(&causal(&sizes)), [2, 5, 3]);
     }
 
     #[test]
     fn what_is_not_offered_is_named() {
-        let fp8 = BackwardOptions { dq_fp8: true, ..PLAIN };
+        let fp8 = BackwardOptions { keeps: Keeps::Fp8Dq, ..PLAIN };
         let both = BackwardOptions { deterministic: true, ..fp8 };
         for (d_head, d_v, options, message) in [
             (128, 264, PLAIN, Some("d_v 264 is not offered")),
@@ -457,12 +440,11 @@ mod tests {
             (128, 64, both, None),
             (64, 40, both, Some("a deterministic dQ in FP8")),
             (64, 40, fp8, None),
-            (64, 64, BackwardOptions { residual: true, ..PLAIN }, None),
-            (64, 64, BackwardOptions { residual: true, ..fp8 }, Some("leave out dq_fp8 or the residual")),
+            (64, 64, BackwardOptions { keeps: Keeps::UnroundedDelta, ..both }, None),
         ] {
             let sizes = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: 9, len_k: 9, d_head, d_v };
-            match (BackwardForm::of(&sizes, &causal(), &options), message) {
-                (Ok(form), None) => assert_eq!(form.dq_fp8, options.dq_fp8),
+            match (BackwardForm::of(&causal(&sizes), &options), message) {
+                (Ok(form), None) => assert_eq!(form.keeps, options.keeps.of_kernel()),
                 (Err(error), Some(message)) => {
                     assert!(error.is_unsupported() && error.to_string().contains(message), "{error}");
                 }
@@ -482,19 +464,19 @@ mod tests {
             d_head: 128,
             d_v: 128,
         };
-        let schedule = |sizes: &AttentionShape, terms: &Terms, deterministic| {
-            BackwardSchedule::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), deterministic, 132)
+        let schedule = |call: &DeviceCall, deterministic| {
+            BackwardSchedule::of(call, &BackwardForm::of(call, &PLAIN).unwrap(), deterministic, PROCESSORS)
         };
         let of = |sizes: AttentionShape, is_causal: bool| {
             let mask = if is_causal { Mask::CAUSAL } else { Mask::NONE };
-            schedule(&sizes, &Terms::plain(mask, 0.1), false)
+            schedule(&DeviceCall { mask, ..causal(&sizes) }, false)
         };
         assert_eq!(of(sizes(1, 32, 8, 2048), true), BackwardSchedule { section: 8, splits: 2, grid: 256 });
         assert_eq!(of(sizes(1, 32, 8, 2048), false).splits, 1, "128 blocks of one length fill 132 multiprocessors");
         assert_eq!(of(sizes(1, 32, 8, 1024), true).splits, 4);
         assert_eq!(of(sizes(2, 32, 8, 2048), true).splits, 1);
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
-        assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
+        assert_eq!(schedule(&causal(&sizes(1, 32, 8, 1024)), true).splits, 1);
         assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);

@@ -2,7 +2,7 @@
 
 use super::regions::Regions;
 use super::sizes::VALUE_TILE;
-use super::terms::{Sequences, Terms};
+use super::terms::{DeviceCall, Sequences};
 use super::tile::{ITEM, JOIN, PARTS_BYTES, ROWS, Schedule, Split, Tile};
 use crate::attention::{AttentionShape, PvAccumulator};
 
@@ -25,16 +25,16 @@ pub(super) struct Cut {
 impl Cut {
     /// `split`: whether a call may be split; `processors`: how many multiprocessors it takes.
     pub fn of(
-        terms: &Terms,
-        sizes: &AttentionShape,
+        call: &DeviceCall,
         accumulator: PvAccumulator,
         logits_e4m3: bool,
         split: bool,
         processors: usize,
     ) -> Self {
+        let sizes = &call.shape;
         let two = Tile::of_two(sizes.head_dims(), accumulator);
-        let split = if split { split_of(terms, sizes, logits_e4m3) } else { None };
-        let Some(sequences) = &terms.sequences else {
+        let split = if split { split_of(call, logits_e4m3) } else { None };
+        let Some(sequences) = &call.sequences else {
             let tile = match split {
                 Some(_) => two,
                 None => Tile::of(sizes, logits_e4m3, accumulator),
@@ -53,7 +53,7 @@ impl Cut {
             let capacity = blocks(split.positions * split.consumers) * split.parts;
             let units = sizes.n_q_heads / split.heads;
             let grid = processors.min(units * capacity).max(1);
-            let schedule = Schedule { packed: false, row_blocks: 0, units, section: units, grid, split: Some(split) };
+            let schedule = Schedule { pack_gqa: false, row_blocks: 0, units, section: units, grid, split: Some(split) };
             return Self { tile: two, split: Some(split), schedule, capacity };
         }
         // Values of each sequence lie in whole tiles of 128 keys, which a tile has to divide: that of logits in E4M3 may not.
@@ -62,7 +62,7 @@ impl Cut {
             tile => tile,
         };
         let schedule = Schedule::whole(&one, tile, processors);
-        let capacity = blocks(if schedule.packed { ROWS } else { ROWS * tile.consumers });
+        let capacity = blocks(if schedule.pack_gqa { ROWS } else { ROWS * tile.consumers });
         Self {
             tile,
             split,
@@ -75,7 +75,7 @@ impl Cut {
     pub fn tile_rows(&self) -> usize {
         match self.split {
             Some(split) => split.positions * split.consumers,
-            None if self.schedule.packed => ROWS,
+            None if self.schedule.pack_gqa => ROWS,
             None => ROWS * self.tile.consumers,
         }
     }
@@ -88,10 +88,10 @@ impl Cut {
 }
 
 /// The split of a call, if one pays.
-fn split_of(terms: &Terms, sizes: &AttentionShape, logits_e4m3: bool) -> Option<Split> {
-    let longest = terms.longest(sizes);
+fn split_of(call: &DeviceCall, logits_e4m3: bool) -> Option<Split> {
+    let longest = call.longest();
     let split = Split::of(&longest, logits_e4m3)?;
-    if terms.sequences.is_none() {
+    if call.sequences.is_none() {
         return Some(split);
     }
     // The kernel that joins parts counts sequences in a grid's third dimension, which has 16 bits.
@@ -101,26 +101,28 @@ fn split_of(terms: &Terms, sizes: &AttentionShape, logits_e4m3: bool) -> Option<
     // The longest sequence may stand alone among short ones.
     let alone = AttentionShape { batch: 1, ..longest };
     let parts = Split::of(&alone, logits_e4m3).map_or(1, |alone| alone.parts).max(split.parts);
-    let room = PARTS_BYTES / Split { parts: 2, ..split }.partial(sizes).bytes.div_ceil(2);
+    let room = PARTS_BYTES / Split { parts: 2, ..split }.partial(&call.shape).bytes.div_ceil(2);
     let parts = if parts > room { split.parts.min(room).max(1) } else { parts };
     Some(Split { parts, ..split })
 }
 
 /// Sizes of the values as the attention reads them: with sequences, tiles of all entries of the batch.
-pub(super) fn values(terms: &Terms, sizes: &AttentionShape) -> AttentionShape {
+pub(super) fn values(call: &DeviceCall) -> AttentionShape {
+    let sizes = &call.shape;
     let tiles = |sequences: &Sequences| sizes.batch * sizes.len_k / VALUE_TILE + sequences.count();
-    match &terms.sequences {
+    match &call.sequences {
         Some(sequences) => AttentionShape { batch: 1, len_k: tiles(sequences) * VALUE_TILE, ..*sizes },
         None => *sizes,
     }
 }
 
 /// Room for partial results, the list of tiles, and the parts of each sequence, of any call with these sizes.
-pub(super) fn regions(terms: &Terms, sizes: &AttentionShape, regions: &mut Regions) -> [usize; 3] {
-    let splits = [false, true].map(|logits_e4m3| split_of(terms, sizes, logits_e4m3));
+pub(super) fn regions(call: &DeviceCall, regions: &mut Regions) -> [usize; 3] {
+    let sizes = &call.shape;
+    let splits = [false, true].map(|logits_e4m3| split_of(call, logits_e4m3));
     let partial = splits.iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0);
     let partial = regions.add(partial);
-    let Some(sequences) = &terms.sequences else { return [partial; 3] };
+    let Some(sequences) = &call.sequences else { return [partial; 3] };
     let rows = sizes.batch * sizes.len_q;
     let parts = |split: &Split| (rows / (split.positions * split.consumers) + sequences.count()) * split.parts;
     let capacity = splits.iter().flatten().map(parts).max().unwrap_or(0).max(rows / ROWS + sequences.count());
@@ -130,7 +132,6 @@ pub(super) fn regions(terms: &Terms, sizes: &AttentionShape, regions: &mut Regio
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::Mask;
     use crate::cuda::{DevicePtr, Element, View};
 
     #[test]
@@ -140,7 +141,6 @@ mod tests {
             let list = unsafe { View::dense(DevicePtr(1 << 20), Element::I32, [count]) };
             let lists =
                 Sequences { q_starts: list, q_ends: list, k_starts: list, k_ends: list, max_len_q: 1, max_len_k };
-            let terms = Terms { sequences: Some(lists), ..Terms::plain(Mask::CAUSAL, 0.1) };
             let sizes = AttentionShape {
                 batch: 1,
                 n_q_heads: 1,
@@ -150,8 +150,12 @@ mod tests {
                 d_head: 64,
                 d_v: 64,
             };
-            let split = Cut::of(&terms, &sizes, PvAccumulator::default(), false, true, 132).split.expect("few rows");
-            let [_, _, sequences] = split.joining_grid(&terms.longest(&sizes));
+            let call = DeviceCall { sequences: Some(lists), ..DeviceCall::causal(sizes) };
+            let split =
+                Cut::of(&call, PvAccumulator::default(), false, true, crate::device::attention::tile::PROCESSORS)
+                    .split
+                    .expect("few rows");
+            let [_, _, sequences] = split.joining_grid(&call.longest());
             assert!(split.parts == 1 || sequences <= JOINED_SEQUENCES, "{count} sequences in {split:?}");
             assert!(count > 1 || split.parts > 1, "{split:?}");
         }

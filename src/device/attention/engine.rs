@@ -1,30 +1,32 @@
-//! Launches of a forward call: the cast or V's reordering, attention, and the join of split keys. Which kernels these are:
-//! [`super::variant`].
+//! The forward's engine and its launches: the cast or V's reordering, attention, and the join of split keys. Which kernels these
+//! are: [`super::variant`]; over pages: [`super::paged`].
 
-use super::call::{Descales, Keeps, SavedOperands, Tensors, Workspace};
+use super::call::{Descales, Keys, Tensors, Workspace};
 use super::cut::{self, Cut};
-use super::kernels::{Kernels, Loaded, operand_map};
+use super::kernels::{Kernels, Loaded, run_map};
+use super::paged::PagesCall;
 use super::params::{self, outer_strides};
 use super::sizes::row_strides;
-use super::terms::Terms;
+use super::terms::DeviceCall;
 use super::tile::{ROWS, Split};
 use super::variant::Variant;
-use crate::attention::{AttentionShape, PvAccumulator};
+use crate::attention::{AttentionShape, Keeps, PvAccumulator};
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Device, DevicePtr, Element, Launch, Stream, View};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use bytemuck::Zeroable;
 
 /// Heads that one block of the cast takes.
-const CAST_HEADS: usize = 4;
+pub(super) const CAST_HEADS: usize = 4;
 /// Positions that one block of the cast takes.
-const CAST_ROWS: usize = 16;
+pub(super) const CAST_ROWS: usize = 16;
 
-/// A call that keeps every rule, and where its memory lies.
-struct Call<'a> {
-    terms: &'a Terms,
+/// A call on rows that keeps every rule, and where its memory lies.
+struct RowsCall<'a> {
+    call: &'a DeviceCall,
     tensors: &'a Tensors,
-    sizes: AttentionShape,
+    k: View<4>,
+    v: View<4>,
     /// The tile counter.
     header: DevicePtr,
     /// q, k and v as the workspace holds them, or the caller where they are saved; v in the layout of the attention.
@@ -37,55 +39,24 @@ struct Call<'a> {
     sequence_splits: DevicePtr,
 }
 
-/// Checks every rule of a call.
-fn check(terms: &Terms, tensors: &Tensors) -> Result<AttentionShape> {
-    let sizes = tensors.check()?;
-    terms.check(&sizes)?;
-    tensors.rope.map_or(Ok(()), |rope| rope.check_positions(&sizes, terms))?;
-    Ok(sizes)
-}
-
-impl<'a> Call<'a> {
-    fn new(engine: &AttentionEngine, terms: &'a Terms, tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
-        let sizes = check(terms, tensors)?;
-        let place = Workspace::of(&sizes, terms, tensors.q.element(), tensors.accumulator, tensors.saved.is_some());
-        place.check(workspace)?;
-        let at = |offset: usize| workspace.ptr().offset(offset as u64);
-        let mut operands = [place.q, place.k, place.v].map(at);
-        if let Some(saved) = &tensors.saved {
-            (operands[0], operands[1]) = (saved.q.ptr(), saved.k.ptr());
-        }
-        Ok(Self {
-            terms,
-            tensors,
-            sizes,
-            header: workspace.ptr(),
-            operands,
-            cut: engine.cut(terms, tensors, &sizes),
-            partial: at(place.partial),
-            schedule: at(place.schedule),
-            sequence_splits: at(place.sequence_splits),
-        })
-    }
-}
-
-/// The attention kernels of one device, loaded as calls need them.
+/// Attention on one device; kernels are loaded as calls need them.
 #[derive(Debug)]
-pub struct AttentionEngine {
-    kernels: Kernels<Variant>,
+pub struct Cuda {
+    pub(super) kernels: Kernels<Variant>,
     overlap: bool,
     split: bool,
-    processors: usize,
+    pub(super) table_checks: bool,
+    pub(super) processors: usize,
 }
 
-impl AttentionEngine {
-    /// An engine for a device; nothing is compiled yet.
+impl Cuda {
+    /// The backend on a device. Kernels are compiled when a call first needs them, or taken from the cache.
     ///
     /// # Errors
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
         let kernels = Kernels::new(device, "the attention kernel")?;
-        Ok(Self { kernels, overlap: true, split: true, processors: device.processors() })
+        Ok(Self { kernels, overlap: true, split: true, table_checks: false, processors: device.processors() })
     }
 
     /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
@@ -100,71 +71,126 @@ impl AttentionEngine {
         self
     }
 
+    /// Whether each call over pages first checks lengths and block table on the device and waits for the result; off by default.
+    /// Such calls cannot be captured.
+    pub fn with_table_checks(mut self, checks: bool) -> Self {
+        self.table_checks = checks;
+        self
+    }
+
     /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
-    /// for other work on the device, such as a collective. The cast is not bound by it.
+    /// for other work on the device, such as a collective. Results do not depend on it, and the cast is not bound by it.
     pub fn with_processors(mut self, processors: usize) -> Self {
         self.processors = processors.clamp(1, self.kernels.device.processors());
         self
     }
 
-    /// The engine's device.
+    /// The device.
     pub fn device(&self) -> &Device {
         &self.kernels.device
     }
 
-    /// Compiles and loads what [`AttentionEngine::forward`] would for this call, which otherwise its first call does. A
-    /// capture needs this before it.
+    /// Bytes of device memory that a call needs beside its tensors.
+    ///
+    /// # Errors
+    /// If the call is not offered (`is_unsupported`), or it or a tensor breaks a rule.
+    pub fn workspace_bytes(call: &DeviceCall, tensors: &Tensors) -> Result<usize> {
+        match &tensors.keys {
+            Keys::Rows { .. } => {
+                tensors.check(call)?;
+                Ok(Workspace::of(call, tensors.q.element(), tensors.accumulator, tensors.saved.is_some()).bytes)
+            }
+            Keys::Pages(pages) => Ok(PagesCall::new(call, tensors, pages)?.place.bytes),
+        }
+    }
+
+    /// Compiles and loads what [`Cuda::launch`] would for this call, which otherwise its first call does. A capture needs
+    /// this before it.
     ///
     /// # Errors
     /// If the call breaks a rule, or a kernel does not compile or load.
-    pub fn prepare(&self, terms: &Terms, tensors: &Tensors) -> Result<()> {
-        let sizes = check(terms, tensors)?;
-        self.kernels.load(Variant::first(terms, tensors, &sizes))?;
-        let cut = self.cut(terms, tensors, &sizes);
-        if cut.split.is_some_and(|split| split.parts > 1) {
-            self.kernels.load(Variant::third(terms, &sizes))?;
-        }
-        self.kernels.load(Variant::second(terms, tensors, &sizes, &cut)).map(drop)
+    pub fn prepare(&self, call: &DeviceCall, tensors: &Tensors) -> Result<()> {
+        let (variants, joins) = match &tensors.keys {
+            Keys::Rows { .. } => {
+                tensors.check(call)?;
+                let cut = self.cut(call, tensors);
+                let variants = [Variant::cast(call, tensors), Variant::attention(call, tensors, &cut)];
+                (variants, cut.split.is_some_and(|split| split.parts > 1))
+            }
+            Keys::Pages(pages) => PagesCall::new(call, tensors, pages)?.variants(),
+        };
+        let combine = joins.then(|| Variant::combine(call, tensors));
+        variants.into_iter().chain(combine).try_for_each(|variant| self.kernels.load(variant).map(drop))
     }
 
-    fn cut(&self, terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Cut {
-        let split = self.split && tensors.keeps() == Keeps::Nothing;
-        Cut::of(terms, sizes, tensors.accumulator, tensors.descales.logit.is_some(), split, self.processors)
+    fn cut(&self, call: &DeviceCall, tensors: &Tensors) -> Cut {
+        let split = self.split && tensors.keeps().of_kernel() == Keeps::Nothing;
+        Cut::of(call, tensors.accumulator, tensors.descales.logit.is_some(), split, self.processors)
     }
 
-    /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v` over the keys that the mask shows, as
-    /// [`crate::attention`] defines it.
+    /// Puts one call on `stream`: over pages it appends the new tokens first, then `out = softmax(softmax_scale q k^T) v` over the
+    /// keys that the mask shows, as [`crate::attention`] defines it. Asynchronous and capturable.
     ///
-    /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, of any content. Calls that can run at the same time need
-    /// one each.
+    /// The workspace has [`Cuda::workspace_bytes`] bytes, 256-byte aligned, of any content. Calls that can run at the same time
+    /// need one each.
     ///
     /// # Errors
-    /// If a rule of [`Tensors`] is broken, a kernel does not compile or load, or the driver refuses a launch.
-    pub fn forward(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        let call = Call::new(self, terms, tensors, workspace)?;
+    /// If the call is not offered (`is_unsupported`), a rule of [`DeviceCall`] or [`Tensors`] is broken, a kernel does not compile or
+    /// load, or the driver refuses a launch. With table checks `is_argument` also where a length or a page number is wrong.
+    pub fn launch(&self, stream: &Stream, call: &DeviceCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        if let Keys::Pages(pages) = &tensors.keys {
+            return self.launch_pages(stream, &PagesCall::new(call, tensors, pages)?, workspace);
+        }
+        let call = self.on_rows(call, tensors, workspace)?;
         self.launch_cast(stream, &call)?;
         self.launch_attention(stream, &call, self.overlap)
     }
 
-    /// The first half of [`AttentionEngine::forward`]: q, k and v to E4M3 in the workspace. Of operands that are E4M3
+    /// The first half of [`Cuda::launch`] on rows: q, k and v to E4M3 in the workspace. Of operands that are E4M3
     /// already, v is reordered.
     ///
     /// # Errors
-    /// As [`AttentionEngine::forward`].
-    pub fn cast(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        self.launch_cast(stream, &Call::new(self, terms, tensors, workspace)?)
+    /// As [`Cuda::launch`]; `is_unsupported` over pages.
+    pub fn cast(&self, stream: &Stream, call: &DeviceCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        self.launch_cast(stream, &self.on_rows(call, tensors, workspace)?)
     }
 
-    /// The second half of [`AttentionEngine::forward`], on what [`AttentionEngine::cast`] left in the workspace.
+    /// The second half of [`Cuda::launch`] on rows, on what [`Cuda::cast`] left in the workspace.
     ///
     /// # Errors
-    /// As [`AttentionEngine::forward`].
-    pub fn attend(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        self.launch_attention(stream, &Call::new(self, terms, tensors, workspace)?, false)
+    /// As [`Cuda::cast`].
+    pub fn attend(&self, stream: &Stream, call: &DeviceCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        self.launch_attention(stream, &self.on_rows(call, tensors, workspace)?, false)
     }
 
-    fn launch_cast(&self, stream: &Stream, call: &Call) -> Result<()> {
-        let variant = Variant::first(call.terms, call.tensors, &call.sizes);
+    fn on_rows<'a>(&self, call: &'a DeviceCall, tensors: &'a Tensors, workspace: &View<1>) -> Result<RowsCall<'a>> {
+        tensors.check(call)?;
+        let Keys::Rows { k, v } = tensors.keys else {
+            return Err(Error::unsupported("halves of a call over pages are not launched alone"));
+        };
+        let place = Workspace::of(call, tensors.q.element(), tensors.accumulator, tensors.saved.is_some());
+        place.check(workspace)?;
+        let at = |offset: usize| workspace.ptr().offset(offset as u64);
+        let mut operands = [place.q, place.k, place.v].map(at);
+        if let Some(saved) = &tensors.saved {
+            (operands[0], operands[1]) = (saved.q.ptr(), saved.k.ptr());
+        }
+        Ok(RowsCall {
+            call,
+            tensors,
+            k,
+            v,
+            header: workspace.ptr(),
+            operands,
+            cut: self.cut(call, tensors),
+            partial: at(place.partial),
+            schedule: at(place.schedule),
+            sequence_splits: at(place.sequence_splits),
+        })
+    }
+
+    fn launch_cast(&self, stream: &Stream, call: &RowsCall) -> Result<()> {
+        let variant = Variant::cast(call.call, call.tensors);
         let kernel = self.kernels.load(variant)?;
         let [q, k, v] = call.operands;
         match variant {
@@ -174,47 +200,53 @@ impl AttentionEngine {
     }
 
     /// `overlap`: the kernel in front on the stream is the cast of this call.
-    fn launch_attention(&self, stream: &Stream, call: &Call, overlap: bool) -> Result<()> {
-        let Call { terms, tensors, sizes, header, operands: [at_q, at_k, at_v], cut, .. } = *call;
-        let forward = self.kernels.load(Variant::second(terms, tensors, &sizes, &cut))?;
+    fn launch_attention(&self, stream: &Stream, call: &RowsCall, overlap: bool) -> Result<()> {
+        let RowsCall { call: terms, tensors, header, operands: [at_q, at_k, at_v], cut, .. } = *call;
+        let (forward, sizes) = (self.kernels.load(Variant::attention(terms, tensors, &cut))?, terms.shape);
         let tile = cut.tile;
         // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise, or are saved views.
         let rows = |at, shape| unsafe { View::new(at, Element::E4m3, shape, row_strides(shape)) };
         let (q, k) = match tensors.q.element() {
-            Element::E4m3 => (tensors.q, tensors.k),
+            Element::E4m3 => (tensors.q, call.k),
             _ => (rows(at_q, sizes.q_shape()), rows(at_k, sizes.k_shape())),
         };
-        let mut params = self.forward_params(call);
-        params.counter = header.0;
+        let schedule = cut.schedule;
+        let mut params = params::Forward {
+            pack_gqa: schedule.pack_gqa.into(),
+            row_blocks: schedule.row_blocks as i32,
+            units: schedule.units as i32,
+            section: schedule.section as i32,
+            schedule: call.schedule.0,
+            ..self.forward_params(terms, tensors, header)
+        };
         let (mut heads, mut positions) = (1, ROWS);
         if let Some(split) = cut.split {
             (heads, positions) = (split.heads, split.positions);
             let partial = split.partial(&sizes);
-            [params.o_partial, params.lse_partial, params.extremes_partial] =
-                [partial.o, partial.lse, partial.extremes].map(|offset| call.partial.offset(offset as u64).0);
+            params.split_by(
+                &split,
+                &sizes,
+                [partial.o, partial.lse, partial.extremes].map(|at| call.partial.offset(at as u64)),
+            );
             // As the kernel is compiled: a window of 0 to the right is causal, too.
-            let (causal, _) = terms.features(&sizes);
+            let (causal, _) = terms.features();
             params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
             params.splits = split.parts as i32;
-            params.active_consumers = split.consumers as i32;
-            params.tile_heads = heads as i32;
-            params.positions = positions as i32;
-            params.tile_heads_reciprocal = (1usize << 16).div_ceil(heads) as i32;
-            params.units_per_batch = (sizes.n_q_heads / heads) as i32;
             params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(cut.schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
-        let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
-        let values = cut::values(terms, &sizes);
+        let run = forward.run;
+        let (mut q, mut k) = (run_map(&q, run, heads, positions)?, run_map(&k, run, 1, tile.keys)?);
+        let values = cut::values(terms);
         let mut v = match tensors.accumulator {
             // SAFETY: as above.
             PvAccumulator::F16 => {
-                operand_map(&unsafe { View::dense(at_v, Element::F16, values.v_shape()) }, 1, tile.keys)?
+                // Rows in F16 come 64 columns at a time.
+                run_map(&unsafe { View::dense(at_v, Element::F16, values.v_shape()) }, 64, 1, tile.keys)?
             }
-            _ => values_map(at_v, &values, tile.keys)?,
+            _ => values_map(at_v, &values, tile.keys, forward.value_matrices)?,
         };
-        let kept = |saved: SavedOperands| saved.row_max.map(|x| x.ptr()).or(saved.residual.map(|x| x.ptr()));
-        let kept = tensors.saved.and_then(kept).map_or(0, |at| at.0);
+        let kept = tensors.saved.map_or(0, |saved| saved.rows.address());
         // Kernels that keep neither have no place for it: theirs are the bytes in front.
         let mut given = params::ForwardKeeping { forward: params, kept };
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut given).cast()];
@@ -222,33 +254,42 @@ impl AttentionEngine {
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
         unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }?;
         match cut.split {
-            Some(split) if split.parts > 1 => self.launch_combine(stream, call, split, &params),
+            Some(split) if split.parts > 1 => self.join_parts(stream, call, split, &params),
             _ => Ok(()),
         }
     }
 
-    fn launch_combine(&self, stream: &Stream, call: &Call, split: Split, forward: &params::Forward) -> Result<()> {
-        let Call { terms, sizes, .. } = call;
-        let combine = self.kernels.load(Variant::third(terms, sizes))?;
-        let mut params = params::Combine {
+    fn join_parts(&self, stream: &Stream, call: &RowsCall, split: Split, forward: &params::Forward) -> Result<()> {
+        let params = params::Combine {
             splits: split.parts as i32,
             log2_row_warps: split.share() as i32,
             sinks: forward.sinks,
-            sequences: params::Sequences::of(terms),
+            sequences: params::Sequences::of(call.call),
             sequence_splits: call.sequence_splits.0,
             ..params::Combine::of(forward)
         };
         // With sequences of unequal length a block takes a query of one of them.
-        let longest = terms.longest(sizes);
-        let [x, y, z] = split.joining_grid(&longest).map(|blocks| blocks as u32);
+        let grid = split.joining_grid(&call.call.longest());
+        self.launch_combine(stream, Variant::combine(call.call, call.tensors), params, grid)
+    }
+
+    pub(super) fn launch_combine(
+        &self,
+        stream: &Stream,
+        variant: Variant,
+        mut params: params::Combine,
+        grid: [usize; 3],
+    ) -> Result<()> {
+        let combine = self.kernels.load(variant)?;
+        let [x, y, z] = grid.map(|blocks| blocks as u32);
         let launch = Launch { grid: (x, y, z), block: 32 * Split::JOINING_WARPS as u32, shared: combine.shared };
         // SAFETY: as for the attention, which it waits for.
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }
 
-    fn forward_params(&self, call: &Call) -> params::Forward {
-        let Call { terms, tensors: t, sizes, cut: Cut { schedule, .. }, .. } = call;
-        let Descales { q, k, v, o, logit } = &t.descales;
+    /// What the attention kernels take of a call, whichever way it is cut.
+    pub(super) fn forward_params(&self, call: &DeviceCall, t: &Tensors, counter: DevicePtr) -> params::Forward {
+        let (sizes, Descales { q, k, v, o, logit }) = (&call.shape, &t.descales);
         let [q, k, v, o] = [q, k, v, o].map(|d| self.kernels.descale(d.as_ref()));
         params::Forward {
             o: t.out.ptr().0,
@@ -259,33 +300,29 @@ impl AttentionEngine {
             o_descale: o.0,
             logit_descale: logit.map_or(0, |x| x.ptr().0),
             telemetry: t.stats.map_or(0, |x| x.ptr().0),
-            counter: 0,
+            counter: counter.0,
             o_strides: outer_strides(&t.out),
             q_descale_strides: q.1,
             k_descale_strides: k.1,
             v_descale_strides: v.1,
             o_descale_strides: o.1,
-            softmax_scale: terms.softmax_scale,
+            softmax_scale: call.softmax_scale as f32,
             batch: sizes.batch as i32,
             heads_q: sizes.n_q_heads as i32,
             heads_kv: sizes.n_kv_heads as i32,
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
-            packed: schedule.packed.into(),
-            row_blocks: schedule.row_blocks as i32,
-            units: schedule.units as i32,
-            section: schedule.section as i32,
-            sinks: terms.sinks.map_or(0, |x| x.ptr().0),
-            schedule: call.schedule.0,
-            window: terms.window(sizes),
-            soft_cap: terms.soft_cap.unwrap_or_default(),
+            sinks: call.sinks.map_or(0, |x| x.ptr().0),
+            window: call.window(),
+            soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
             columns: sizes.d_v as i32,
             ..Zeroable::zeroed()
         }
     }
 
-    fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
-        let Call { terms, tensors: t, sizes, header, .. } = call;
+    fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &RowsCall, to: [DevicePtr; 3]) -> Result<()> {
+        let RowsCall { call: terms, tensors: t, header, .. } = *call;
+        let sizes = &terms.shape;
         let (heads_q, heads_kv) = (sizes.n_q_heads, sizes.n_kv_heads);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
@@ -295,8 +332,8 @@ impl AttentionEngine {
         };
         let mut params = params::Cast {
             q: tensor(0, &t.q, t.descales.q.as_ref()),
-            k: tensor(1, &t.k, t.descales.k.as_ref()),
-            v: tensor(2, &t.v, t.descales.v.as_ref()),
+            k: tensor(1, &call.k, t.descales.k.as_ref()),
+            v: tensor(2, &call.v, t.descales.v.as_ref()),
             cosine: t.rope.map_or(0, |r| r.cosine.ptr().0),
             sine: t.rope.map_or(0, |r| r.sine.ptr().0),
             positions: t.rope.and_then(|r| r.positions).map_or(0, |p| p.ptr().0),
@@ -312,7 +349,7 @@ impl AttentionEngine {
         let mut grid = ((blocks * groups) as u32, sizes.batch as u32, 1);
         if terms.sequences.is_some() {
             // All rows are one axis, and a block makes the list of tiles.
-            groups = (sizes.batch * sizes.len_q).div_ceil(CAST_ROWS).max(cut::values(terms, sizes).key_groups());
+            groups = (sizes.batch * sizes.len_q).div_ceil(CAST_ROWS).max(cut::values(terms).key_groups());
             grid = ((1 + blocks * groups) as u32, 1, 1);
         }
         let mut rows = self.cast_rows(call);
@@ -324,8 +361,9 @@ impl AttentionEngine {
     }
 
     /// What the cast needs of windows and sequences.
-    fn cast_rows(&self, call: &Call) -> params::CastRows {
-        let Call { terms, tensors: t, sizes, cut, .. } = call;
+    fn cast_rows(&self, call: &RowsCall) -> params::CastRows {
+        let RowsCall { call: terms, tensors: t, cut, .. } = call;
+        let sizes = &terms.shape;
         let [item_time, key_tile_time, combine_time] = cut.times(sizes).map(|time| time as i32);
         let schedule = params::Schedule {
             schedule: call.schedule.0,
@@ -333,7 +371,7 @@ impl AttentionEngine {
             sequences: params::Sequences::of(terms),
             rows: [sizes.batch * sizes.len_q, sizes.batch * sizes.len_k].map(|rows| rows as i32),
             lengths: [sizes.len_q as i32, sizes.len_k as i32],
-            window: terms.window(sizes),
+            window: terms.window(),
             tile_rows: cut.tile_rows() as i32,
             tile_keys: cut.tile.keys as i32,
             units: cut.schedule.units as i32,
@@ -350,20 +388,21 @@ impl AttentionEngine {
             o_strides: outer_strides(&t.out),
             o_size: t.out.element().size() as i32,
             heads_q: sizes.n_q_heads as i32,
-            value_groups: cut::values(terms, sizes).key_groups() as i32,
-            first_key: terms.first_key(sizes) as i32,
+            value_groups: cut::values(terms).key_groups() as i32,
+            first_key: terms.first_key() as i32,
         }
     }
 
-    fn repack_values(&self, stream: &Stream, repack: &Loaded, call: &Call, to: DevicePtr) -> Result<()> {
-        let Call { terms, tensors: t, sizes, header, .. } = call;
-        let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
+    fn repack_values(&self, stream: &Stream, repack: &Loaded, call: &RowsCall, to: DevicePtr) -> Result<()> {
+        let RowsCall { call: terms, tensors: t, header, .. } = *call;
+        let sizes = &terms.shape;
+        let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&call.v, None) };
         let mut counter = header.0;
         let mut v_f16 = i32::from(t.accumulator == PvAccumulator::F16);
         let mut grid = (sizes.key_groups() as u32, sizes.n_kv_heads as u32, sizes.batch as u32);
         if terms.sequences.is_some() {
             // The list of tiles, V, and rows of the output.
-            let groups = cut::values(terms, sizes).key_groups() + (sizes.batch * sizes.len_q).div_ceil(CAST_ROWS);
+            let groups = cut::values(terms).key_groups() + (sizes.batch * sizes.len_q).div_ceil(CAST_ROWS);
             grid = (1 + groups as u32, sizes.n_kv_heads as u32, 1);
         }
         let mut rows = self.cast_rows(call);
@@ -395,12 +434,11 @@ fn cast_threads(d: usize) -> u32 {
 }
 
 /// Map of the reordered values, in boxes of `keys` keys of one head. Where the kernel is wider than the head, the box goes by core
-/// matrices, and those past the head read as zeros (`kValueMatrices` of kernels/attention/config.cuh).
-fn values_map(address: DevicePtr, sizes: &AttentionShape, keys: usize) -> Result<TensorMap> {
+/// matrices (`by_matrices`), and those past the head read as zeros.
+fn values_map(address: DevicePtr, sizes: &AttentionShape, keys: usize, by_matrices: bool) -> Result<TensorMap> {
     let (words, groups) = (2 * sizes.d_v as u64, sizes.key_groups() as u64);
     let (heads, group) = ((sizes.batch * sizes.n_kv_heads) as u64, keys as u32 / 16);
     let dims = sizes.head_dims();
-    let by_matrices = dims.v > 128 || dims.padded;
     let (extents, strides, tile) = if by_matrices {
         (
             vec![16, words / 16, groups, heads],

@@ -2,11 +2,11 @@
 
 use super::backward::BackwardEngine;
 use super::backward_call::{BackwardTensors, Delta, RowBounds};
-use super::call::{Descales, Rope, SavedOperands, Tensors, Workspace};
-use super::engine::AttentionEngine;
+use super::call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors};
+use super::engine::Cuda;
 use super::sizes::{row_strides, rows_bytes};
-use super::terms::{Sequences, Terms};
-use crate::attention::{AttentionCall, PvAccumulator, Sequence};
+use super::terms::{DeviceCall, Sequences};
+use crate::attention::{AttentionCall, Keeps, PvAccumulator, Sequence};
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
@@ -33,12 +33,8 @@ pub struct Setup<'a> {
     pub stats: bool,
     /// How the sums of P V are taken.
     pub accumulator: PvAccumulator,
-    /// Whether the cast leaves its operands for a [`ResidentBackward`].
-    pub saved: bool,
-    /// And the attention the largest P of each row, for one with dQ in FP8.
-    pub row_max: bool,
-    /// Or what the rounding of the output took, for one whose delta is that of the output before it.
-    pub residual: bool,
+    /// What it leaves for a [`ResidentBackward`].
+    pub keeps: Keeps,
 }
 
 /// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
@@ -66,7 +62,7 @@ pub struct HostOutput {
 /// A call and all its device memory.
 #[derive(Debug)]
 pub struct Resident {
-    terms: Terms,
+    call: DeviceCall,
     tensors: Tensors,
     workspace: View<1>,
     memory: Memory,
@@ -79,8 +75,6 @@ struct Memory {
     lse: Buffer<f32>,
     stats: Option<Buffer<u32>>,
     saved: Vec<Buffer<u8>>,
-    row_max: Option<Buffer<f32>>,
-    residual: Option<Buffer<u8>>,
     _scratch: Buffer<u8>,
     _rows: Vec<Buffer<f32>>,
     _sequences: Vec<Buffer<i32>>,
@@ -113,7 +107,7 @@ impl Resident {
     ///
     /// # Errors
     /// If lengths differ from the sizes, or the memory is not there.
-    pub fn new(engine: &AttentionEngine, setup: &Setup<'_>) -> Result<Self> {
+    pub fn new(engine: &Cuda, setup: &Setup<'_>) -> Result<Self> {
         let (call, device) = (&setup.call, engine.device());
         call.check()?;
         let sizes = call.shape;
@@ -171,14 +165,24 @@ impl Resident {
             saved.push(buffer);
             Ok::<_, Error>(view)
         };
-        let of_rows = |_| array::<f32, 3>(device, Element::F32, sizes.lse_shape());
-        let (row_maxima, row_max) = setup.row_max.then_some(()).map(of_rows).transpose()?.unzip();
-        let of_out = |_| array::<u8, 4>(device, Element::Bf16, sizes.out_shape());
-        let (residual_memory, residual) = setup.residual.then_some(()).map(of_out).transpose()?.unzip();
-        let saved_views = match setup.saved {
-            true => Some(SavedOperands { q: save(q_shape)?, k: save(k_shape)?, v: save(v_shape)?, row_max, residual }),
-            false => None,
+        let saved_views = match setup.keeps {
+            Keeps::Nothing => None,
+            _ => Some([save(q_shape)?, save(k_shape)?, save(v_shape)?]),
         };
+        let rows = match setup.keeps {
+            Keeps::Nothing | Keeps::Operands => SavedRows::Nothing,
+            Keeps::UnroundedDelta => {
+                let (buffer, view) = array::<u8, 4>(device, Element::Bf16, sizes.out_shape())?;
+                saved.push(buffer);
+                SavedRows::Residual(view)
+            }
+            Keeps::Fp8Dq => {
+                let (buffer, view) = array::<u8, 3>(device, Element::F32, sizes.lse_shape())?;
+                saved.push(buffer);
+                SavedRows::RowMax(view)
+            }
+        };
+        let saved_views = saved_views.map(|[q, k, v]| SavedOperands { q, k, v, rows });
         let sinks = match call.sinks {
             Some(sinks) => {
                 let sinks: Vec<f32> = sinks.iter().map(|sink| *sink as f32).collect();
@@ -188,15 +192,10 @@ impl Resident {
             None => None,
         };
         let (lists, sequences) = call.sequences.map(|list| upload(device, list)).transpose()?.unzip();
-        let alone = AttentionCall { sinks: None, sequences: None, ..*call };
-        let terms = Terms { sinks, sequences, ..Terms::of(&alone)? };
-        terms.check(&sizes)?;
-        let bytes = Workspace::of(&sizes, &terms, setup.operands, setup.accumulator, setup.saved).bytes;
-        let (scratch, workspace) = array(device, Element::U8, [bytes])?;
+        let call = call.on_device(sequences, sinks)?;
         let tensors = Tensors {
             q: q_view,
-            k: k_view,
-            v: v_view,
+            keys: Keys::Rows { k: k_view, v: v_view },
             descales,
             rope,
             accumulator: setup.accumulator,
@@ -205,20 +204,18 @@ impl Resident {
             lse: Some(lse_view),
             stats: stats_view,
         };
-        tensors.check()?;
+        let (scratch, workspace) = array(device, Element::U8, [Cuda::workspace_bytes(&call, &tensors)?])?;
         let memory = Memory {
             inputs: [q, k, v],
             out,
             lse,
             stats,
             saved,
-            row_max: row_maxima,
-            residual: residual_memory,
             _scratch: scratch,
             _rows: kept,
             _sequences: lists.unwrap_or_default(),
         };
-        Ok(Self { terms, tensors, workspace, memory })
+        Ok(Self { call, tensors, workspace, memory })
     }
 
     /// Sets q, k and v from bytes of the operands' type. Synchronous.
@@ -232,25 +229,25 @@ impl Resident {
     /// Puts the whole call on `stream`.
     ///
     /// # Errors
-    /// As [`AttentionEngine::forward`].
-    pub fn launch(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
-        engine.forward(stream, &self.terms, &self.tensors, &self.workspace)
+    /// As [`Cuda::launch`].
+    pub fn launch(&self, engine: &Cuda, stream: &Stream) -> Result<()> {
+        engine.launch(stream, &self.call, &self.tensors, &self.workspace)
     }
 
     /// Puts its cast alone on `stream`.
     ///
     /// # Errors
-    /// As [`AttentionEngine::forward`].
-    pub fn cast(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
-        engine.cast(stream, &self.terms, &self.tensors, &self.workspace)
+    /// As [`Cuda::launch`].
+    pub fn cast(&self, engine: &Cuda, stream: &Stream) -> Result<()> {
+        engine.cast(stream, &self.call, &self.tensors, &self.workspace)
     }
 
     /// Puts its attention alone on `stream`, on what an earlier cast left.
     ///
     /// # Errors
-    /// As [`AttentionEngine::forward`].
-    pub fn attend(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
-        engine.attend(stream, &self.terms, &self.tensors, &self.workspace)
+    /// As [`Cuda::launch`].
+    pub fn attend(&self, engine: &Cuda, stream: &Stream) -> Result<()> {
+        engine.attend(stream, &self.call, &self.tensors, &self.workspace)
     }
 
     /// The results. Waits for the device.
@@ -272,16 +269,14 @@ impl Resident {
     /// Bytes that stay between the forward and the backward beside q, k and v, and bytes of the workspace.
     pub fn bytes(&self) -> [usize; 2] {
         let saved: usize = self.memory.saved.iter().map(Buffer::len).sum();
-        let rows = self.memory.lse.len() + self.memory.row_max.as_ref().map_or(0, Buffer::len);
-        let residual = self.memory.residual.as_ref().map_or(0, Buffer::len);
-        [self.memory.out.len() + residual + 4 * rows + saved, self.workspace.extents()[0]]
+        [self.memory.out.len() + 4 * self.memory.lse.len() + saved, self.workspace.extents()[0]]
     }
 }
 
 /// The backward of a [`Resident`] call with saved operands, and its device memory.
 #[derive(Debug)]
 pub struct ResidentBackward {
-    terms: Terms,
+    call: DeviceCall,
     tensors: BackwardTensors,
     workspace: View<1>,
     /// dO, dQ, dK, dV, workspace.
@@ -300,36 +295,38 @@ impl ResidentBackward {
         let (Some(saved), Some(lse)) = (t.saved, t.lse) else {
             return Err(Error::argument("a backward needs a call with saved operands"));
         };
-        let sizes = t.check()?;
-        let terms = forward.terms;
+        let (call, sizes) = (forward.call, forward.call.shape);
         let device = engine.device();
         let (from, d_out_view) = array::<u8, 4>(device, Element::Bf16, sizes.out_shape())?;
         from.write(d_out)?;
         let (dq, dq_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
         let (dk, dk_view) = array::<u8, 4>(device, Element::Bf16, sizes.k_shape())?;
         let (dv, dv_view) = array::<u8, 4>(device, Element::Bf16, sizes.v_shape())?;
-        let (scratch, workspace) = array(device, Element::U8, [engine.workspace_bytes(&sizes, &terms)?])?;
+        let (scratch, workspace) = array(device, Element::U8, [engine.workspace_bytes(&call)?])?;
         let of_sinks = |_| array::<f32, 1>(device, Element::F32, [sizes.n_q_heads]);
-        let (d_sinks, d_sinks_view) = terms.sinks.map(of_sinks).transpose()?.unzip();
+        let (d_sinks, d_sinks_view) = call.sinks.map(of_sinks).transpose()?.unzip();
         let tensors = BackwardTensors {
             q: saved.q,
             k: saved.k,
             v: saved.v,
             descales: t.descales,
             lse,
-            delta: match saved.residual {
-                Some(residual) => Delta::Unrounded { out: t.out, residual },
-                None => Delta::Output(t.out),
+            delta: match saved.rows {
+                SavedRows::Residual(residual) => Delta::Unrounded { out: t.out, residual },
+                _ => Delta::Output(t.out),
             },
             d_out: d_out_view,
             dq: dq_view,
             dk: dk_view,
             dv: dv_view,
-            bounds: saved.row_max.map(|row_max| RowBounds { row_max, value_norm: None }),
+            bounds: match saved.rows {
+                SavedRows::RowMax(row_max) => Some(RowBounds { row_max, value_norm: None }),
+                _ => None,
+            },
             d_sinks: d_sinks_view,
         };
-        tensors.check()?;
-        Ok(Self { terms, tensors, workspace, memory: [from, dq, dk, dv, scratch], _d_sinks: d_sinks })
+        tensors.check(&call)?;
+        Ok(Self { call, tensors, workspace, memory: [from, dq, dk, dv, scratch], _d_sinks: d_sinks })
     }
 
     /// Puts it on `stream`.
@@ -337,7 +334,7 @@ impl ResidentBackward {
     /// # Errors
     /// As [`BackwardEngine::backward`].
     pub fn launch(&self, engine: &BackwardEngine, stream: &Stream) -> Result<()> {
-        engine.backward(stream, &self.terms, &self.tensors, &self.workspace)
+        engine.backward(stream, &self.call, &self.tensors, &self.workspace)
     }
 
     /// Bytes of the gradients, and bytes of the workspace.

@@ -1,7 +1,6 @@
 //! What the engines of the forward and of the backward share: kernels loaded as calls need them, and the maps of operands.
 
 use super::params::outer_strides;
-use super::sizes::native;
 use crate::cuda::per_key::PerKey;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Buffer, Device, Element, Kernel, Request, View};
@@ -13,8 +12,18 @@ use std::sync::Arc;
 pub(super) trait Variant: Copy + Eq + Hash {
     fn request(self) -> Request;
     fn entry(self) -> &'static str;
-    /// Whether the module tells how much dynamic shared memory a block takes.
-    fn has_shared(self) -> bool;
+    /// What the module tells in constants.
+    fn tells(self) -> Tells;
+}
+
+/// What a launch takes from constants of the module, so that it stands in the kernel alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tells {
+    Nothing,
+    /// Dynamic shared memory of a block.
+    Shared,
+    /// And how operands lie in it.
+    Layout,
 }
 
 #[derive(Clone, Debug)]
@@ -22,6 +31,10 @@ pub(super) struct Loaded {
     pub kernel: Kernel,
     /// Dynamic shared memory of a block.
     pub shared: u32,
+    /// Bytes of a run of columns of Q and K: `kRun` of kernels/attention/config.cuh.
+    pub run: usize,
+    /// Whether V in FP8 comes by core matrices: `kValueMatrices`.
+    pub value_matrices: bool,
 }
 
 /// Kernels of one device, each compiled and loaded by the first call that asks for it.
@@ -51,14 +64,20 @@ impl<V: Variant> Kernels<V> {
             let request = variant.request();
             let module = self.device.module(request.source, &request.defines)?;
             let kernel = module.kernel(variant.entry())?;
-            let mut shared = 0;
-            if variant.has_shared() {
-                shared = u32::try_from(module.constant("SHARED_BYTES")?).map_err(|_| {
-                    Error::cuda(format_args!("{} tells a negative size of shared memory", request.source.name))
-                })?;
+            let told = |name| {
+                u32::try_from(module.constant(name)?)
+                    .map_err(|_| Error::cuda(format_args!("{} tells a negative {name}", request.source.name)))
+            };
+            let tells = variant.tells();
+            let shared = if tells == Tells::Nothing { 0 } else { told("SHARED_BYTES")? };
+            if shared > 0 {
                 kernel.allow_shared(shared)?;
             }
-            Ok(Arc::new(Loaded { kernel, shared }))
+            let (run, value_matrices) = match tells {
+                Tells::Layout => (told("RUN_BYTES")? as usize, told("VALUE_MATRICES")? != 0),
+                _ => (0, false),
+            };
+            Ok(Arc::new(Loaded { kernel, shared, run, value_matrices }))
         })
     }
 
@@ -68,15 +87,8 @@ impl<V: Variant> Kernels<V> {
     }
 }
 
-/// Map of an operand in boxes of `rows` positions of `heads` heads, heads innermost, in runs of columns: E4M3 of 128 or 64, 16-bit types
-/// of 64. What a run has beyond the operand's columns reads as zero.
-pub(super) fn operand_map(x: &View<4>, heads: usize, rows: usize) -> Result<TensorMap> {
-    // E4M3: `kRun` of kernels/attention/config.cuh.
-    let columns = if x.element().size() == 2 || matches!(native(x.extents()[3]), 64 | 192) { 64 } else { 128 };
-    run_map(x, columns, heads, rows)
-}
-
-/// The same in runs of so many columns; what a run has beyond the operand's reads as zero.
+/// Map of an operand in boxes of `rows` positions of `heads` heads, heads innermost, in runs of so many columns. What a run has beyond
+/// the operand's columns reads as zero.
 pub(super) fn run_map(x: &View<4>, columns: usize, heads: usize, rows: usize) -> Result<TensorMap> {
     let [batch, length, all_heads, d] = x.extents().map(|n| n as u64);
     let size = x.element().size() as u64;

@@ -1,6 +1,6 @@
 //! Fused E4M3 attention on Hopper: cast, attention forward, telemetry.
 //!
-//! [`AttentionEngine::forward`] puts two kernels on the caller's stream, three where keys are split:
+//! [`Cuda::launch`] puts two kernels on the caller's stream, three where keys are split:
 //!
 //! 1. **Cast.** q, k and v in BF16, F16 or F32 become E4M3 by descales known beforehand, in one pass; RoPE on q and k
 //!    can be part of it; v leaves in the order that the tensor cores want. Operands that are E4M3 already are taken as
@@ -12,7 +12,7 @@
 //! 3. **Combine.** Calls with few query rows, such as decoding, are split ([`Split`]): the heads of a group share a tile, and the keys
 //!    are cut into parts, whose outputs, in F16 by v's descale, are joined by their log-sum-exps. A single part needs no joining.
 //!
-//! It allocates nothing and waits for nothing once the kernels that a call needs are loaded ([`AttentionEngine::prepare`]
+//! It allocates nothing and waits for nothing once the kernels that a call needs are loaded ([`Cuda::prepare`]
 //! does that beforehand), so it can be captured in a graph.
 //!
 //! **Layouts.** q `(batch, len_q, heads_q, d)`, k `(batch, len_k, heads_kv, d)`, v `(batch, len_k, heads_kv, d_v)`, out
@@ -22,7 +22,7 @@
 //! **Head dimensions** d and d_v are multiples of 8 from 16 to 256. Kernels are compiled for 64, 96, 128, 192 and 256; of others the copy
 //! engine fills up rows with zeros, so that nothing but the time of the products grows.
 //!
-//! **Masks, sequences, sinks and soft-caps** ([`Terms`]) combine with each other and with everything above. A kernel is compiled
+//! **Masks, sequences, sinks and soft-caps** ([`DeviceCall`]) combine with each other and with everything above. A kernel is compiled
 //! for those that a call has. Tiles of keys that a window hides from all rows of a tile are not loaded. The lengths of padded and
 //! packed batches lie in device memory: the cast makes a list of tiles from them, with the longest first, and decides how many
 //! parts each sequence has where keys are split.
@@ -40,8 +40,7 @@ mod engine;
 mod host;
 mod kernels;
 mod paged;
-mod paged_call;
-mod paged_params;
+mod pages;
 mod params;
 mod regions;
 mod sizes;
@@ -50,15 +49,14 @@ mod tile;
 mod variant;
 
 pub use crate::cuda::{Element, View};
-pub use backend::{Cuda, step_stats};
+pub use backend::step_stats;
 pub use backward::{BackwardEngine, backward_variants};
 pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
-pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
-pub use engine::AttentionEngine;
+pub use call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors, Workspace};
+pub use engine::Cuda;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
-pub use paged::{PagedEngine, paged_variants};
-pub use paged_call::{NewTokens, PagedCache, PagedRope, PagedTensors, PagedWorkspace, ValuePages};
+pub use pages::{NewTokens, Pages, ValuePages};
 pub use sizes::HeadDims;
-pub use terms::{Sequences, Terms};
+pub use terms::{DeviceCall, Sequences};
 pub use tile::{Schedule, Split, Tile};
-pub use variant::{attention_variants, cast_variants, spilling_variants};
+pub use variant::{attention_variants, cast_variants, paged_variants, spilling_variants};

@@ -1,94 +1,320 @@
-//! Mirrors of the kernels' parameter structs, byte for byte.
+//! Mirrors of the parameter structs of kernels/attention, byte for byte. `tests` compares the offset of every field with the sources.
 
-use super::terms::Terms;
-use crate::cuda::Element;
-use crate::cuda::View;
+use super::terms::DeviceCall;
+use super::tile::Split;
+use crate::attention::AttentionShape;
+use crate::cuda::{DevicePtr, Element, View};
 use bytemuck::{Pod, Zeroable};
 
-/// `Params` of `kernels/attention/forward.cu`. Pointers may be 0 where the kernel says so; strides count elements.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Forward {
-    pub o: u64,
-    pub lse: u64,
-    pub q_descale: u64,
-    pub k_descale: u64,
-    pub v_descale: u64,
-    pub o_descale: u64,
-    pub logit_descale: u64,
-    pub telemetry: u64,
-    pub counter: u64,
-    pub o_strides: [i64; 3],
-    pub q_descale_strides: [i64; 2],
-    pub k_descale_strides: [i64; 2],
-    pub v_descale_strides: [i64; 2],
-    pub o_descale_strides: [i64; 2],
-    pub softmax_scale: f32,
-    pub batch: i32,
-    pub heads_q: i32,
-    pub heads_kv: i32,
-    pub len_q: i32,
-    pub len_k: i32,
-    pub packed: i32,
-    pub row_blocks: i32,
-    pub units: i32,
-    pub section: i32,
-    pub o_partial: u64,
-    pub lse_partial: u64,
-    pub causal_offset: i32,
-    pub splits: i32,
-    pub active_consumers: i32,
-    pub tile_heads: i32,
-    pub positions: i32,
-    pub tile_heads_reciprocal: i32,
-    pub units_per_batch: i32,
-    pub out_e4m3: i32,
-    pub extremes_partial: u64,
-    pub sinks: u64,
-    pub schedule: u64,
-    pub window: [i32; 2],
-    pub soft_cap: f32,
-    pub columns: i32,
-}
-const _: () = assert!(size_of::<Forward>() == 288, "the kernel asserts the same");
-
-/// The same where the kernel keeps each row's largest P, or what the rounding of the output took.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct ForwardKeeping {
-    pub forward: Forward,
-    pub kept: u64,
+/// The C++ name of a field, where it has another.
+#[cfg(test)]
+macro_rules! name_of {
+    ($field:ident) => {
+        stringify!($field)
+    };
+    ($field:ident $name:literal) => {
+        $name
+    };
 }
 
-/// `CombineParams` of `kernels/attention/combine.cu`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Combine {
-    pub o: u64,
-    pub lse: u64,
-    pub o_descale: u64,
-    pub telemetry: u64,
-    pub o_partial: u64,
-    pub lse_partial: u64,
-    pub extremes_partial: u64,
-    pub v_descale: u64,
-    pub o_strides: [i64; 3],
-    pub o_descale_strides: [i64; 2],
-    pub v_descale_strides: [i64; 2],
-    pub batch: i32,
-    pub heads_q: i32,
-    pub heads_kv: i32,
-    pub len_q: i32,
-    pub splits: i32,
-    pub out_e4m3: i32,
-    pub log2_row_warps: i32,
-    pub columns: i32,
-    pub sinks: u64,
-    pub sequences: Sequences,
-    pub sequence_splits: u64,
-    pub part_starts: u64,
+/// Structs of the host, each with the struct of the kernels that it mirrors, the file that has it, and the macro that it is compiled with.
+/// Arrays stand for fields behind each other, of which the first is named.
+macro_rules! mirrors {
+    ($($(#[$doc:meta])* $mirror:ident is $name:ident of $file:literal $(with $define:ident)? {
+        $($field:ident $(as $other:literal)?: $type:ty,)*
+    })*) => {
+        $(
+            $(#[$doc])*
+            #[doc = concat!("`", stringify!($name), "` of `", $file, "`.")]
+            #[derive(Clone, Copy, Debug, Pod, Zeroable)]
+            #[repr(C)]
+            pub(super) struct $mirror {
+                $(pub $field: $type,)*
+            }
+        )*
+
+        #[cfg(test)]
+        fn mirrors() -> Vec<tests::Mirror> {
+            vec![$(tests::Mirror {
+                name: stringify!($name),
+                file: $file,
+                define: [$(stringify!($define))?].first().copied(),
+                size: size_of::<$mirror>(),
+                fields: vec![$((name_of!($field $($other)?), std::mem::offset_of!($mirror, $field)),)*],
+            },)*]
+        }
+    };
 }
-const _: () = assert!(size_of::<Combine>() == 216, "the kernel asserts the same");
+
+mirrors! {
+    /// Pointers may be 0 where the kernel says so; strides count elements.
+    Forward is Params of "attention/params.cuh" {
+        o: u64,
+        lse: u64,
+        q_descale: u64,
+        k_descale: u64,
+        v_descale: u64,
+        o_descale: u64,
+        logit_descale: u64,
+        telemetry: u64,
+        counter: u64,
+        o_strides as "o_stride_batch": [i64; 3],
+        q_descale_strides as "q_descale_batch": [i64; 2],
+        k_descale_strides as "k_descale_batch": [i64; 2],
+        v_descale_strides as "v_descale_batch": [i64; 2],
+        o_descale_strides as "o_descale_batch": [i64; 2],
+        softmax_scale: f32,
+        batch: i32,
+        heads_q: i32,
+        heads_kv: i32,
+        len_q: i32,
+        len_k: i32,
+        pack_gqa: i32,
+        row_blocks: i32,
+        units: i32,
+        section: i32,
+        o_partial: u64,
+        lse_partial: u64,
+        causal_offset: i32,
+        splits: i32,
+        active_consumers: i32,
+        tile_heads: i32,
+        positions: i32,
+        tile_heads_reciprocal: i32,
+        units_per_batch: i32,
+        out_e4m3: i32,
+        extremes_partial: u64,
+        sinks: u64,
+        schedule: u64,
+        window as "window_left": [i32; 2],
+        soft_cap: f32,
+        columns: i32,
+    }
+
+    /// The same where the kernel keeps each row's largest P, or what the rounding of the output took.
+    ForwardKeeping is Params of "attention/params.cuh" with ROW_MAX {
+        forward as "o": Forward,
+        kept as "row_max": u64,
+    }
+
+    Combine is CombineParams of "attention/params.cuh" {
+        o: u64,
+        lse: u64,
+        o_descale: u64,
+        telemetry: u64,
+        o_partial: u64,
+        lse_partial: u64,
+        extremes_partial: u64,
+        v_descale: u64,
+        o_strides as "o_stride_batch": [i64; 3],
+        o_descale_strides as "o_descale_batch": [i64; 2],
+        v_descale_strides as "v_descale_batch": [i64; 2],
+        batch: i32,
+        heads_q: i32,
+        heads_kv: i32,
+        len_q: i32,
+        splits: i32,
+        out_e4m3: i32,
+        log2_row_warps: i32,
+        columns: i32,
+        sinks: u64,
+        sequences: Sequences,
+        sequence_splits: u64,
+        part_starts: u64,
+    }
+
+    /// Null where all are alike.
+    Sequences is Sequences of "attention/sequences.cuh" {
+        q_starts: u64,
+        q_ends: u64,
+        k_starts: u64,
+        k_ends: u64,
+        count: i32,
+        unused: i32,
+    }
+
+    Schedule is ScheduleParams of "attention/schedule.cuh" {
+        schedule: u64,
+        sequence_splits: u64,
+        sequences: Sequences,
+        rows as "rows_q": [i32; 2],
+        lengths as "len_q": [i32; 2],
+        window as "window_left": [i32; 2],
+        tile_rows: i32,
+        tile_keys: i32,
+        units: i32,
+        capacity: i32,
+        most_splits: i32,
+        item_time: i32,
+        key_tile_time: i32,
+        combine_time: i32,
+    }
+
+    CastRows is CastRows of "attention/cast_rows.cuh" {
+        schedule: Schedule,
+        o: u64,
+        lse: u64,
+        o_strides as "o_stride_batch": [i64; 3],
+        o_size: i32,
+        heads_q: i32,
+        value_groups: i32,
+        first_key: i32,
+    }
+
+    /// `CastTensor` of `cast_qkv.cu`; also the parameter of `repack_v`.
+    CastTensor is CastTensor of "attention/cast_qkv.cu" {
+        from as "in": u64,
+        to as "out": u64,
+        descale: u64,
+        stats: u64,
+        strides as "stride_batch": [i64; 3],
+        descale_strides as "descale_batch": [i64; 2],
+        length: i32,
+        heads: i32,
+    }
+
+    Cast is CastParams of "attention/cast_qkv.cu" {
+        q: CastTensor,
+        k: CastTensor,
+        v: CastTensor,
+        cosine: u64,
+        sine: u64,
+        positions: u64,
+        counter: u64,
+        v_rows: u64,
+        rotary: i32,
+        q_start: i32,
+        v_f16: i32,
+        table_rows: i32,
+    }
+
+    BlockTable is BlockTable of "attention/pages.cuh" {
+        pages: u64,
+        lengths: u64,
+        stride: i64,
+        pages_per_sequence: i32,
+        log2_page_size: i32,
+        count: i32,
+        added: i32,
+    }
+
+    Paged is PagedParams of "attention/pages.cuh" {
+        table: BlockTable,
+        starts: u64,
+        parts: u64,
+    }
+
+    AppendTensor is AppendTensor of "attention/append.cu" {
+        from as "in": u64,
+        to as "out": u64,
+        descale: u64,
+        stats: u64,
+        strides as "stride_sequence": [i64; 3],
+        descale_strides as "descale_sequence": [i64; 2],
+        page_strides as "out_page": [i64; 3],
+        length: i32,
+        heads: i32,
+    }
+
+    Append is AppendParams of "attention/append.cu" {
+        q: AppendTensor,
+        k: AppendTensor,
+        v: AppendTensor,
+        table: BlockTable,
+        cosine: u64,
+        sine: u64,
+        counter: u64,
+        starts: u64,
+        parts: u64,
+        rotary: i32,
+        positions: i32,
+        v_rows: i32,
+        sequences: i32,
+        most_parts: i32,
+        items: i32,
+        tile_time: f32,
+        item_time: f32,
+        join_time: f32,
+        part_time: f32,
+        reading_time: f32,
+        processors: i32,
+    }
+
+    /// `Backward` of `backward.cuh`. Pointers may be 0 where they say so; strides count elements.
+    Backward is Backward of "attention/backward.cuh" {
+        q: u64,
+        k: u64,
+        v: u64,
+        o: u64,
+        d_out: u64,
+        lse: u64,
+        delta: u64,
+        dq: u64,
+        dk: u64,
+        dv: u64,
+        dq_sum: u64,
+        terms: u64,
+        turns: u64,
+        q_descale: u64,
+        k_descale: u64,
+        v_descale: u64,
+        q_strides: [i64; 3],
+        k_strides: [i64; 3],
+        v_strides: [i64; 3],
+        o_strides: [i64; 3],
+        d_out_strides: [i64; 3],
+        dq_strides: [i64; 3],
+        dk_strides: [i64; 3],
+        dv_strides: [i64; 3],
+        q_descale_strides: [i64; 2],
+        k_descale_strides: [i64; 2],
+        v_descale_strides: [i64; 2],
+        softmax_scale: f32,
+        batch: i32,
+        heads_q: i32,
+        heads_kv: i32,
+        len_q: i32,
+        len_k: i32,
+        q_tiles: i32,
+        diagonal: i32,
+        section: i32,
+        d: i32,
+        sequences: Sequences,
+        sinks: u64,
+        d_sinks: u64,
+        sink_parts: u64,
+        soft_cap: f32,
+        window_left: i32,
+        window_right: i32,
+        d_v: i32,
+    }
+
+    Fp8Backward is Backward of "attention/backward.cuh" with DQ8 {
+        backward as "q": Backward,
+        row_max: u64,
+        value_norm as "v_norm": u64,
+        value_norm_strides as "v_norm_strides": [i64; 2],
+    }
+
+    /// What follows them in the first kernel where delta is that of the output before its rounding.
+    UnroundedBackward is Backward of "attention/backward.cuh" with RESIDUAL {
+        backward as "q": Backward,
+        residual: u64,
+        residual_strides: [i64; 3],
+    }
+}
+
+impl Forward {
+    /// The rows of a tile of a split call, and where partial results go.
+    pub fn split_by(&mut self, split: &Split, sizes: &AttentionShape, [o, lse, extremes]: [DevicePtr; 3]) {
+        [self.o_partial, self.lse_partial, self.extremes_partial] = [o.0, lse.0, extremes.0];
+        self.active_consumers = split.consumers as i32;
+        self.tile_heads = split.heads as i32;
+        self.positions = split.positions as i32;
+        self.tile_heads_reciprocal = (1usize << 16).div_ceil(split.heads) as i32;
+        self.units_per_batch = (sizes.n_q_heads / split.heads) as i32;
+    }
+}
 
 impl Combine {
     /// What it shares with the kernel in front of it.
@@ -116,22 +342,10 @@ impl Combine {
     }
 }
 
-/// `Sequences` of `kernels/attention/sequences.cuh`; null where all are alike.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Sequences {
-    pub q_starts: u64,
-    pub q_ends: u64,
-    pub k_starts: u64,
-    pub k_ends: u64,
-    pub count: i32,
-    pub unused: i32,
-}
-
 impl Sequences {
     /// The lists of a call.
-    pub fn of(terms: &Terms) -> Self {
-        terms.sequences.as_ref().map_or_else(Self::zeroed, |lists| Self {
+    pub fn of(call: &DeviceCall) -> Self {
+        call.sequences.as_ref().map_or_else(Self::zeroed, |lists| Self {
             q_starts: lists.q_starts.ptr().0,
             q_ends: lists.q_ends.ptr().0,
             k_starts: lists.k_starts.ptr().0,
@@ -141,76 +355,6 @@ impl Sequences {
         })
     }
 }
-
-/// `ScheduleParams` of `kernels/attention/schedule.cuh`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Schedule {
-    pub schedule: u64,
-    pub sequence_splits: u64,
-    pub sequences: Sequences,
-    pub rows: [i32; 2],
-    pub lengths: [i32; 2],
-    pub window: [i32; 2],
-    pub tile_rows: i32,
-    pub tile_keys: i32,
-    pub units: i32,
-    pub capacity: i32,
-    pub most_splits: i32,
-    pub item_time: i32,
-    pub key_tile_time: i32,
-    pub combine_time: i32,
-}
-const _: () = assert!(size_of::<Schedule>() == 112, "the kernel asserts the same");
-
-/// `CastRows` of `kernels/attention/cast_rows.cuh`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct CastRows {
-    pub schedule: Schedule,
-    pub o: u64,
-    pub lse: u64,
-    pub o_strides: [i64; 3],
-    pub o_size: i32,
-    pub heads_q: i32,
-    pub value_groups: i32,
-    pub first_key: i32,
-}
-const _: () = assert!(size_of::<CastRows>() == 168, "the kernel asserts the same");
-
-/// `CastTensor` of `kernels/attention/cast_qkv.cu`; also the parameter of `repack_v`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct CastTensor {
-    pub from: u64,
-    pub to: u64,
-    pub descale: u64,
-    pub stats: u64,
-    pub strides: [i64; 3],
-    pub descale_strides: [i64; 2],
-    pub length: i32,
-    pub heads: i32,
-}
-const _: () = assert!(size_of::<CastTensor>() == 80, "the kernel asserts the same");
-
-/// `CastParams` of `cast_qkv`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Cast {
-    pub q: CastTensor,
-    pub k: CastTensor,
-    pub v: CastTensor,
-    pub cosine: u64,
-    pub sine: u64,
-    pub positions: u64,
-    pub counter: u64,
-    pub v_rows: u64,
-    pub rotary: i32,
-    pub q_start: i32,
-    pub v_f16: i32,
-    pub table_rows: i32,
-}
-const _: () = assert!(size_of::<Cast>() == 296, "the kernel asserts the same");
 
 /// Batch, row and head strides of a tensor whose last dimension is contiguous.
 pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {
@@ -225,5 +369,104 @@ pub(super) fn input_number(element: Element) -> Option<u32> {
         Element::F16 => Some(1),
         Element::F32 => Some(2),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::mirrors;
+    use crate::cuda::{self, Arch, Request, sources};
+    use crate::error::Error;
+
+    /// A struct of the host beside that of the kernels.
+    #[derive(Clone, Debug)]
+    pub(super) struct Mirror {
+        pub name: &'static str,
+        pub file: &'static str,
+        pub define: Option<&'static str>,
+        pub size: usize,
+        /// C++ names and offsets.
+        pub fields: Vec<(&'static str, usize)>,
+    }
+
+    /// Compiles a file of the kernels with claims about it, which the compiler checks.
+    fn compile(file: &str, define: Option<&'static str>, claims: &str) -> Result<(), Error> {
+        let of_file = sources::ALL.iter().find(|source| file.strip_suffix(".cu") == Some(source.name));
+        let text = of_file.map_or_else(|| format!("#include \"{file}\"\n"), |source| source.text.to_owned());
+        // A source lives as long as the program.
+        let text: &'static str = Box::leak(format!("{text}\n{claims}").into_boxed_str());
+        let request = Request::new(sources::Source { name: "claims", text }, Arch::SM90A);
+        let request = define.into_iter().fold(request, |request, define| request.define(define, 1));
+        cuda::compile(&request).map(drop)
+    }
+
+    impl Mirror {
+        fn check(&self) -> Result<(), Error> {
+            let Self { name, file, define, size, fields } = self;
+            let offsets = fields.iter().map(|(field, offset)| {
+                // As the compiler's own `offsetof` is made.
+                let have = format!("__INTADDR__(&(({name}*)0)->{field})");
+                format!("static_assert({have} == {offset}, \"{name}::{field}\");\n")
+            });
+            let size = format!("static_assert(sizeof({name}) == {size}, \"{name}\");\n");
+            compile(file, *define, &(offsets.collect::<String>() + &size))
+        }
+    }
+
+    fn has_compiler(test: &str) -> bool {
+        let version = cuda::compiler_version();
+        if let Err(error) = &version {
+            println!("ignored: {test}: {error}");
+        }
+        version.is_ok()
+    }
+
+    #[test]
+    fn every_field_lies_where_the_kernels_read_it() {
+        if !has_compiler("every_field_lies_where_the_kernels_read_it") {
+            return;
+        }
+        let mut all = mirrors();
+        // The one address that kernels keep rows at has two names.
+        let mut residual = all.iter().find(|mirror| mirror.define == Some("ROW_MAX")).cloned().unwrap();
+        (residual.define, residual.fields[1].0) = (Some("RESIDUAL"), "residual");
+        all.push(residual);
+        for mirror in &all {
+            mirror.check().unwrap_or_else(|error| panic!("{}: {error}", mirror.name));
+        }
+    }
+
+    #[test]
+    fn two_fields_in_each_others_place_are_found() {
+        if !has_compiler("two_fields_in_each_others_place_are_found") {
+            return;
+        }
+        for mut mirror in mirrors().into_iter().filter(|mirror| ["Params", "CastTensor"].contains(&mirror.name)) {
+            let (first, second) = (mirror.fields[0].1, mirror.fields[1].1);
+            (mirror.fields[0].1, mirror.fields[1].1) = (second, first);
+            let error = mirror.check().unwrap_err().to_string();
+            assert!(error.contains(&format!("{}::{}", mirror.name, mirror.fields[0].0)), "{error}");
+        }
+    }
+
+    /// What neither a macro tells the kernels nor a constant of theirs the host.
+    #[test]
+    fn numbers_of_the_host_are_those_of_the_kernels() {
+        use crate::device::attention::{engine, paged, sizes, terms, tile};
+        if !has_compiler("numbers_of_the_host_are_those_of_the_kernels") {
+            return;
+        }
+        let claims = [
+            ("attention/mask.cuh", format!("kNoWindow == {}", terms::NO_WINDOW)),
+            ("attention/sequences.cuh", format!("kValueTile == {}", sizes::VALUE_TILE)),
+            ("attention/config.cuh", format!("kRows == {}", tile::ROWS)),
+            ("attention/cast_qkv.cu", format!("kHeads == {} && kKeys == {}", engine::CAST_HEADS, engine::CAST_ROWS)),
+            ("attention/append.cu", format!("kHeads == {} && kKeys == {}", paged::APPEND_HEADS, paged::APPEND_ROWS)),
+            ("attention/combine.cu", format!("kWarps == {}", tile::Split::JOINING_WARPS)),
+        ];
+        for (file, claim) in claims {
+            compile(file, None, &format!("static_assert({claim}, \"\");\n"))
+                .unwrap_or_else(|error| panic!("{file}: {claim}: {error}"));
+        }
     }
 }

@@ -1,27 +1,16 @@
-//! What one call computes, beside its tensors: [`AttentionCall`] with its lists in device memory.
+//! [`Call`] with its lists in device memory: its rules, and what kernels and schedules take of it.
 
 use super::sizes::VALUE_TILE;
-use crate::attention::{AttentionCall, AttentionShape, Mask};
+use crate::attention::{AttentionCall, AttentionShape, Call};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
+use std::convert::Infallible;
 
-/// What one call computes, forward or backward. Sizes are those of the tensors.
+/// What one call computes, forward or backward, with its lists in device memory.
 ///
-/// Whatever a launch needs to know beforehand is here; sinks and the places of sequences lie in device memory and may change between
-/// replays of a graph.
-#[derive(Clone, Copy, Debug)]
-pub struct Terms {
-    /// Which keys a query sees.
-    pub mask: Mask,
-    /// Multiplier of q . k.
-    pub softmax_scale: f32,
-    /// Logits become `cap tanh(S / cap)`.
-    pub soft_cap: Option<f32>,
-    /// A logit a query head, in nats, that joins the row sum: f32, `(heads_q)` without gaps.
-    pub sinks: Option<View<1>>,
-    /// Where sequences lie in a padded or packed batch; `None`: each has `len_q` queries and `len_k` keys.
-    pub sequences: Option<Sequences>,
-}
+/// Whatever a launch needs to know beforehand is a number of it. Sinks, f32, `(heads_q)` without gaps, and the places of
+/// sequences may change between replays of a graph. There are no centers on a device.
+pub type DeviceCall = Call<Sequences, View<1>, Infallible>;
 
 /// Where sequences lie, as [`Sequence`](crate::attention::Sequence)s in device memory: i32 without gaps, one a sequence.
 ///
@@ -51,47 +40,49 @@ pub struct Sequences {
     pub max_len_k: usize,
 }
 
-impl Terms {
-    /// Terms of a softmax scale and a mask alone.
-    pub const fn plain(mask: Mask, softmax_scale: f32) -> Self {
-        Self { mask, softmax_scale, soft_cap: None, sinks: None, sequences: None }
-    }
-
-    /// The terms of a call whose sinks and sequences, if it has any, lie on the device.
+impl AttentionCall<'_> {
+    /// The same call with its lists, if it has any, in device memory.
     ///
     /// # Errors
-    /// If the call has sinks or sequences, which are lists in host memory, or breaks a rule of its own.
-    pub fn of(call: &AttentionCall) -> Result<Self> {
-        call.check()?;
-        for (what, given) in [("sinks", call.sinks.is_some()), ("sequences", call.sequences.is_some())] {
-            if given {
-                return Err(Error::unsupported(format_args!(
-                    "{what} of a call on the GPU lie in device memory: give them in Terms"
+    /// `is_unsupported` if the call has a center; if it breaks a rule of its own, or has a list that is not given here, or the other way around.
+    pub fn on_device(&self, sequences: Option<Sequences>, sinks: Option<View<1>>) -> Result<DeviceCall> {
+        self.check()?;
+        if self.center.is_some() {
+            return Err(Error::unsupported(
+                "keys and values with a center are attended to on the CPU only: subtract it before the call, and add m to the output",
+            ));
+        }
+        for (what, here, there) in [
+            ("sequences", self.sequences.is_some(), sequences.is_some()),
+            ("sinks", self.sinks.is_some(), sinks.is_some()),
+        ] {
+            if here != there {
+                return Err(Error::argument(format_args!(
+                    "{what} of a call on the GPU lie in device memory: give the copy of the call's there, and none without"
                 )));
             }
         }
-        let soft_cap = call.soft_cap.map(|cap| cap as f32);
-        Ok(Self { soft_cap, ..Self::plain(call.mask, call.softmax_scale as f32) })
+        Ok(self.with_lists(sequences, sinks))
+    }
+}
+
+impl DeviceCall {
+    /// Checks what can be checked without the device: that the GPU takes the sizes, and every rule of the call's own.
+    ///
+    /// # Errors
+    /// Names the argument and the rule; `is_unsupported` for what the GPU does not offer.
+    pub fn check(&self) -> Result<()> {
+        self.shape.check_on_gpu()?;
+        self.check_scales()?;
+        if let Some(sinks) = &self.sinks {
+            sinks.expect_dense("sinks", Element::F32, [self.shape.n_q_heads])?;
+        }
+        self.sequences.map_or(Ok(()), |sequences| sequences.check(&self.shape))
     }
 
-    /// Checks what can be checked without the device.
-    pub(super) fn check(&self, sizes: &AttentionShape) -> Result<()> {
-        for (name, value) in [("softmax scale", Some(self.softmax_scale)), ("soft-cap", self.soft_cap)] {
-            if let Some(value) = value
-                && !(value > 0.0 && value <= LARGEST_SCALE)
-            {
-                return Err(Error::argument(format_args!(
-                    "{name} {value} must be greater than zero and at most {LARGEST_SCALE:e}"
-                )));
-            }
-        }
-        if let Some(sinks) = &self.sinks {
-            sinks.expect_dense("sinks", Element::F32, [sizes.n_q_heads])?;
-        }
-        if let Some(sequences) = &self.sequences {
-            sequences.check(sizes)?;
-        }
-        Ok(())
+    /// A part of it, or the same of other sizes.
+    pub(super) fn with_shape(&self, shape: AttentionShape) -> Self {
+        Self { shape, ..*self }
     }
 }
 
@@ -114,43 +105,41 @@ impl Features {
 }
 
 /// A window without limit: `kNoWindow` of `kernels/attention/mask.cuh`.
-const NO_WINDOW: i32 = 1 << 28;
-/// Largest multiplier of logits: times log2(e) and the 1e30 that stands for the maximum of no logit (`kLowest` of
-/// `kernels/attention/config.cuh`), it stays in f32.
-const LARGEST_SCALE: f32 = 2e8;
+pub(super) const NO_WINDOW: i32 = 1 << 28;
 
-impl Terms {
+impl DeviceCall {
     /// How many keys before and after its position a row sees.
-    pub(super) fn window(&self, sizes: &AttentionShape) -> [i32; 2] {
-        let longest = self.sequences.map_or(sizes.len_k, |sequences| sequences.max_len_k);
+    pub(super) fn window(&self) -> [i32; 2] {
+        let longest = self.sequences.map_or(self.shape.len_k, |sequences| sequences.max_len_k);
         // No position passes the last key, and none that sees a key lies further before the first.
         let limit = |window: Option<usize>, far: usize| window.filter(|w| *w < far).map_or(NO_WINDOW, |w| w as i32);
         let right = if self.mask.causal { Some(0) } else { self.mask.window_right };
-        [limit(self.mask.window_left, longest), limit(right, longest + self.queries(sizes))]
+        [limit(self.mask.window_left, longest), limit(right, longest + self.queries())]
     }
 
     /// Where sequences are alike: the first key that a query sees.
-    pub(super) fn first_key(&self, sizes: &AttentionShape) -> usize {
-        let [left, _] = self.window(sizes);
-        sizes.len_k.saturating_sub(sizes.len_q + left as usize)
+    pub(super) fn first_key(&self) -> usize {
+        let [left, _] = self.window();
+        self.shape.len_k.saturating_sub(self.shape.len_q + left as usize)
     }
 
     /// Queries of the longest sequence.
-    fn queries(&self, sizes: &AttentionShape) -> usize {
-        self.sequences.map_or(sizes.len_q, |sequences| sequences.max_len_q)
+    pub(super) fn queries(&self) -> usize {
+        self.sequences.map_or(self.shape.len_q, |sequences| sequences.max_len_q)
     }
 
     /// Sizes of a batch of sequences as long as the longest, of the keys that a query of it can see: what a schedule is chosen by.
-    pub(super) fn longest(&self, sizes: &AttentionShape) -> AttentionShape {
-        let (batch, len_k) = self.sequences.map_or((sizes.batch, sizes.len_k), |s| (s.count().max(1), s.max_len_k));
-        let len_q = self.queries(sizes);
-        let [left, right] = self.window(sizes).map(|window| window as usize);
-        AttentionShape { batch, len_q, len_k: len_k.min(left + right + len_q), ..*sizes }
+    pub(super) fn longest(&self) -> AttentionShape {
+        let (batch, len_k) =
+            self.sequences.map_or((self.shape.batch, self.shape.len_k), |s| (s.count().max(1), s.max_len_k));
+        let len_q = self.queries();
+        let [left, right] = self.window().map(|window| window as usize);
+        AttentionShape { batch, len_q, len_k: len_k.min(left + right + len_q), ..self.shape }
     }
 
     /// Whether the mask is causal and nothing else, and what else there is.
-    pub(super) fn features(&self, sizes: &AttentionShape) -> (bool, Features) {
-        let [left, right] = self.window(sizes);
+    pub(super) fn features(&self) -> (bool, Features) {
+        let [left, right] = self.window();
         let window = left != NO_WINDOW || !(right == NO_WINDOW || right == 0);
         let (soft_cap, sink) = (self.soft_cap.is_some(), self.sinks.is_some());
         (right == 0, Features { window, varlen: self.sequences.is_some(), soft_cap, sink })
@@ -205,6 +194,7 @@ impl Sequences {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::Mask;
     use crate::cuda::DevicePtr;
 
     const SIZES: AttentionShape =
@@ -220,11 +210,15 @@ mod tests {
         Sequences { q_starts: list, q_ends: list, k_starts: list, k_ends: list, max_len_q, max_len_k }
     }
 
+    fn plain() -> DeviceCall {
+        DeviceCall::causal(SIZES)
+    }
+
     #[test]
     fn a_window_that_hides_nothing_is_none() {
         let of = |causal, window_left, window_right| {
-            let terms = Terms::plain(Mask { causal, window_left, window_right }, 0.1);
-            let (causal, features) = terms.features(&SIZES);
+            let call = DeviceCall { mask: Mask { causal, window_left, window_right }, ..plain() };
+            let (causal, features) = call.features();
             (causal, features.window)
         };
         assert_eq!(of(true, None, None), (true, false));
@@ -234,51 +228,57 @@ mod tests {
         assert_eq!(of(true, Some(48), None), (true, true), "the last query does not");
         assert_eq!(of(false, None, Some(38)), (false, true));
         assert_eq!(of(false, None, None), (false, false));
-        let packed = Terms { sequences: Some(sequences(40, 20)), ..Terms::plain(Mask::sliding(21), 0.1) };
-        assert!(!packed.features(&SIZES).1.window, "no sequence is longer");
+        let packed = DeviceCall { sequences: Some(sequences(40, 20)), mask: Mask::sliding(21), ..plain() };
+        assert!(!packed.features().1.window, "no sequence is longer");
     }
 
     #[test]
     fn windows_bound_the_keys_that_a_schedule_reckons_with() {
         let decode = AttentionShape { len_q: 1, len_k: 8192, ..SIZES };
-        let terms = Terms::plain(Mask::sliding(1024), 0.1);
-        assert_eq!((terms.longest(&decode).len_k, terms.first_key(&decode)), (1024, 8192 - 1024));
-        assert_eq!(Terms::plain(Mask::CAUSAL, 0.1).first_key(&decode), 0);
-        let terms = Terms { sequences: Some(sequences(3, 17)), ..Terms::plain(Mask::CAUSAL, 0.1) };
-        assert_eq!(terms.longest(&SIZES), AttentionShape { batch: 3, len_q: 3, len_k: 17, ..SIZES });
+        let sliding = DeviceCall { mask: Mask::sliding(1024), ..DeviceCall::causal(decode) };
+        assert_eq!((sliding.longest().len_k, sliding.first_key()), (1024, 8192 - 1024));
+        assert_eq!(DeviceCall::causal(decode).first_key(), 0);
+        let packed = DeviceCall { sequences: Some(sequences(3, 17)), ..plain() };
+        assert_eq!(packed.longest(), AttentionShape { batch: 3, len_q: 3, len_k: 17, ..SIZES });
     }
 
     #[test]
     fn what_breaks_a_rule_is_named() {
-        let plain = Terms::plain(Mask::CAUSAL, 0.1);
-        let message = |terms: Terms| terms.check(&SIZES).unwrap_err().to_string();
-        assert!(plain.check(&SIZES).is_ok());
-        assert!(message(Terms { softmax_scale: f32::NAN, ..plain }).contains("softmax scale NaN"));
-        assert!(message(Terms { soft_cap: Some(0.0), ..plain }).contains("soft-cap 0"));
-        assert!(message(Terms { soft_cap: Some(3e8), ..plain }).contains("soft-cap 300000000 must"));
-        assert!(message(Terms { softmax_scale: f32::INFINITY, ..plain }).contains("at most 2e8"));
-        assert!(Terms { soft_cap: Some(2e8), softmax_scale: 2e8, ..plain }.check(&SIZES).is_ok());
-        assert!(message(Terms { sinks: Some(list(Element::F32, 3)), ..plain }).contains("sinks has shape"));
-        assert!(message(Terms { sequences: Some(sequences(41, 1)), ..plain }).contains("max_len_q 41"));
-        assert!(message(Terms { sequences: Some(sequences(1, 0)), ..plain }).contains("max_len_k 0"));
+        let plain = plain();
+        let message = |call: DeviceCall| call.check().unwrap_err().to_string();
+        assert!(plain.check().is_ok());
+        assert!(message(DeviceCall { softmax_scale: f64::NAN, ..plain }).contains("softmax scale NaN"));
+        assert!(message(DeviceCall { soft_cap: Some(0.0), ..plain }).contains("soft-cap 0"));
+        assert!(message(DeviceCall { soft_cap: Some(3e8), ..plain }).contains("soft-cap 300000000 must"));
+        assert!(message(DeviceCall { softmax_scale: f64::INFINITY, ..plain }).contains("at most 2e8"));
+        assert!(DeviceCall { soft_cap: Some(2e8), softmax_scale: 2e8, ..plain }.check().is_ok());
+        assert!(message(DeviceCall { sinks: Some(list(Element::F32, 3)), ..plain }).contains("sinks has shape"));
+        assert!(message(DeviceCall { sequences: Some(sequences(41, 1)), ..plain }).contains("max_len_q 41"));
+        assert!(message(DeviceCall { sequences: Some(sequences(1, 0)), ..plain }).contains("max_len_k 0"));
         let short = Sequences { k_ends: list(Element::I32, 2), ..sequences(1, 1) };
-        assert!(message(Terms { sequences: Some(short), ..plain }).contains("k_ends has shape"));
+        assert!(message(DeviceCall { sequences: Some(short), ..plain }).contains("k_ends has shape"));
         let wide = Sequences { q_ends: list(Element::F32, 3), ..sequences(1, 1) };
-        assert!(message(Terms { sequences: Some(wide), ..plain }).contains("q_ends is"));
+        assert!(message(DeviceCall { sequences: Some(wide), ..plain }).contains("q_ends is"));
         let none = list(Element::I32, 0);
         let empty = Sequences { q_starts: none, q_ends: none, k_starts: none, k_ends: none, ..sequences(1, 1) };
-        assert!(message(Terms { sequences: Some(empty), ..plain }).contains("q_starts has no entry"));
-        let call = AttentionCall { sinks: Some(&[0.0; 4]), ..AttentionCall::causal(SIZES) };
-        assert!(Terms::of(&call).unwrap_err().is_unsupported());
+        assert!(message(DeviceCall { sequences: Some(empty), ..plain }).contains("q_starts has no entry"));
+    }
+
+    #[test]
+    fn lists_of_the_host_need_their_copies_on_the_device() {
+        let sinks = AttentionCall { sinks: Some(&[0.0; 4]), ..AttentionCall::causal(SIZES) };
+        assert!(sinks.on_device(None, None).unwrap_err().is_argument());
+        let there = sinks.on_device(None, Some(list(Element::F32, 4))).unwrap();
+        assert!(there.check().is_ok() && there.sinks.is_some());
+        assert!(AttentionCall::causal(SIZES).on_device(Some(sequences(1, 1)), None).unwrap_err().is_argument());
     }
 
     #[test]
     fn rows_of_all_sequences_stay_below_two_to_the_31() {
         let one = Sequences { max_len_q: 1, max_len_k: 1, ..sequences(1, 1) };
-        let plain = Terms { sequences: Some(one), ..Terms::plain(Mask::CAUSAL, 0.1) };
         let of = |batch: usize, len_k: usize, n_kv_heads: usize| {
             let sizes = AttentionShape { batch, n_q_heads: n_kv_heads, n_kv_heads, len_q: 1, len_k, ..SIZES };
-            plain.check(&sizes)
+            DeviceCall { sequences: Some(one), ..DeviceCall::causal(sizes) }.check()
         };
         assert!(of(127, 1 << 24, 1).is_ok());
         let error = of(128, 1 << 24, 1).unwrap_err();

@@ -30,7 +30,7 @@ pub(super) const JOIN: usize = 40;
 pub(super) const PART_BYTES: usize = 175_000;
 /// Waves of work items beyond the fewest possible that [`Split::of`] looks at.
 const MORE_WAVES: usize = 8;
-/// Tiles of keys of a part for which one copy of the code (`ROLLED`) is faster than many, as was measured: where one consumer
+/// Tiles of keys of a part for which one copy of the code (`Mainloop::Rolled`) is faster than many, as was measured: where one consumer
 /// waits for memory, and else.
 const FEW_TILES: [RangeInclusive<usize>; 2] = [2..=64, 2..=16];
 /// Room for parts at most, in bytes.
@@ -214,10 +214,10 @@ pub(super) struct Partial {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// The consumers of a block take different heads of one group at the same rows, and share its keys.
-    pub packed: bool,
+    pub pack_gqa: bool,
     /// Blocks of rows a head.
     pub row_blocks: usize,
-    /// Heads, or groups of `consumers` heads where packed, of the whole batch.
+    /// Heads, or groups of `consumers` heads with `pack_gqa`, of the whole batch.
     pub units: usize,
     /// Units that run together, so that their keys and values stay in the L2 cache.
     pub section: usize,
@@ -233,20 +233,20 @@ impl Schedule {
         let units = sizes.batch * sizes.n_q_heads / split.heads;
         let row_blocks = split.row_blocks(sizes);
         let grid = processors.min(units * row_blocks * split.parts).max(1);
-        Self { packed: false, row_blocks, units, section: units, grid, split: Some(split) }
+        Self { pack_gqa: false, row_blocks, units, section: units, grid, split: Some(split) }
     }
 
     /// The schedule of a call in whole tiles, on a device with that many multiprocessors.
     pub fn whole(sizes: &AttentionShape, tile: Tile, processors: usize) -> Self {
         let group = sizes.n_q_heads / sizes.n_kv_heads;
-        let packed = group.is_multiple_of(tile.consumers);
-        let heads = if packed { tile.consumers } else { 1 };
-        let rows = if packed { ROWS } else { ROWS * tile.consumers };
+        let pack_gqa = group.is_multiple_of(tile.consumers);
+        let heads = if pack_gqa { tile.consumers } else { 1 };
+        let rows = if pack_gqa { ROWS } else { ROWS * tile.consumers };
         let units = sizes.batch * sizes.n_q_heads / heads;
         let row_blocks = sizes.len_q.div_ceil(rows);
         let kv_heads = (SHARED_BYTES / (sizes.len_k * (sizes.d_head + sizes.d_v))).max(1);
         let section = (kv_heads * (group / heads).max(1)).clamp(1, units);
-        Self { packed, row_blocks, units, section, grid: processors.min(units * row_blocks).max(1), split: None }
+        Self { pack_gqa, row_blocks, units, section, grid: processors.min(units * row_blocks).max(1), split: None }
     }
 
     /// Work items of the call.
@@ -272,13 +272,13 @@ mod tests {
                 for len in [1, 63, 64, 65, 128, 129, 1023, 5000, 70_000] {
                     let sizes = sizes(3, heads_q, heads_kv, len, d);
                     let tile = Tile::of(&sizes, false, PvAccumulator::default());
-                    let s = Schedule::whole(&sizes, tile, 132);
-                    let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
+                    let s = Schedule::whole(&sizes, tile, PROCESSORS);
+                    let (heads, rows) = if s.pack_gqa { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
                     assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
                     assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
                     assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
                     assert!((1..=s.units).contains(&s.section));
-                    assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
+                    assert!(s.grid >= 1 && s.grid <= PROCESSORS && s.grid <= s.tiles());
                 }
             }
         }
@@ -352,11 +352,11 @@ mod tests {
 
     #[test]
     fn a_section_holds_whole_groups_and_fits_the_cache() {
-        let long = Schedule::whole(&sizes(1, 64, 8, 16_384, 128), Tile::TWO, 132);
-        assert!(long.packed && long.section.is_multiple_of(4) && long.section < long.units, "{long:?}");
-        let short = Schedule::whole(&sizes(16, 64, 8, 1024, 128), Tile::TWO, 132);
+        let long = Schedule::whole(&sizes(1, 64, 8, 16_384, 128), Tile::TWO, PROCESSORS);
+        assert!(long.pack_gqa && long.section.is_multiple_of(4) && long.section < long.units, "{long:?}");
+        let short = Schedule::whole(&sizes(16, 64, 8, 1024, 128), Tile::TWO, PROCESSORS);
         assert!(short.section > long.section);
-        let endless = Schedule::whole(&sizes(1, 8, 8, 1 << 20, 128), Tile::TWO, 132);
+        let endless = Schedule::whole(&sizes(1, 8, 8, 1 << 20, 128), Tile::TWO, PROCESSORS);
         assert_eq!(endless.section, 1);
     }
 }

@@ -1,14 +1,15 @@
 //! Which kernel a call gets: its accumulator, tile, masks and types as compile-time variants, and the list of them all.
 //! Tiles and splits: [`super::tile`].
 
-use super::call::{Keeps, Rope, Tensors};
+use super::call::{Keys, Rope, Tensors};
 use super::cut::Cut;
-use super::kernels::{self, Variant as _};
+use super::kernels::{self, Tells, Variant as _};
+use super::pages::{Pages, ValuePages};
 use super::params;
 use super::sizes::HeadDims;
-use super::terms::{Features, Terms};
-use super::tile::Tile;
-use crate::attention::{AttentionShape, PvAccumulator};
+use super::terms::{DeviceCall, Features};
+use super::tile::{PROCESSORS, Split, Tile};
+use crate::attention::{Keeps, PvAccumulator};
 use crate::cuda::{Arch, Element, Request, sources};
 use std::collections::HashSet;
 
@@ -27,8 +28,7 @@ impl Pv {
     const SELDOM: usize = 2048;
 
     /// Registers do not hold a second set of sums beside logits in E4M3 or a soft-cap, nor beside telemetry where three consumers
-    /// share them. Parts of a split call (`tile` is `None`) are short, and always promoted after every tile, as are sums in slices
-    /// (`kSliced` of kernels/attention/config.cuh).
+    /// share them. Parts of a split call (`tile` is `None`) are short, and always promoted after every tile, as are sums in slices.
     fn of(
         accumulator: PvAccumulator,
         [telemetry, logits_e4m3, out_e4m3]: [bool; 3],
@@ -37,7 +37,7 @@ impl Pv {
         tile: Option<Tile>,
     ) -> Self {
         let PvAccumulator::Fp8 { promote_every } = accumulator else { return Self::F16 };
-        let sliced = dims.v > 128 || (dims.v > 64 && tile == Some(Tile::THREE));
+        let sliced = Mainloop::slices(dims, tile.unwrap_or(Split::TILE));
         let seldom = |tile: Tile| match tile.consumers {
             // Telemetry and an output in E4M3 together leave a register too few for flushes that are seldom.
             2 => promote_every >= Self::SELDOM && !(telemetry && out_e4m3),
@@ -56,6 +56,37 @@ impl Pv {
     }
 }
 
+/// The loop over the keys: `Mainloop` of `kernels/attention/config.cuh`, which says what each is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Mainloop {
+    Single,
+    Double,
+    Rolled,
+    Sliced,
+}
+
+impl Mainloop {
+    fn of(dims: HeadDims, tile: Tile, pv: Pv, [telemetry, logits_e4m3]: [bool; 2], features: Features) -> Self {
+        // What the registers of two consumers do not hold beside the logits of two tiles.
+        let more = logits_e4m3 || features.soft_cap || features.windowed() && telemetry;
+        match pv {
+            _ if tile.consumers == 2 && dims.v <= 128 && !more => Self::Double,
+            Pv::Promote if Self::slices(dims, tile) => Self::Sliced,
+            _ => Self::Single,
+        }
+    }
+
+    /// Whether a thread has no registers for P V of a tile beside O.
+    fn slices(dims: HeadDims, tile: Tile) -> bool {
+        dims.v > 128 || (dims.v > 64 && tile == Tile::THREE)
+    }
+
+    /// Of a split call. `few`: of few tiles.
+    fn of_parts(self, few: bool) -> Self {
+        if self == Self::Double && few { Self::Rolled } else { self }
+    }
+}
+
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Variant {
@@ -70,7 +101,7 @@ pub(super) enum Variant {
         keeps: Keeps,
         features: Features,
     },
-    /// Parts of a split call, masked or not. `rolled`: of few tiles.
+    /// Parts of a split call, masked or not. `rolled`: by the short code.
     Parts {
         dims: HeadDims,
         tile: Tile,
@@ -80,10 +111,11 @@ pub(super) enum Variant {
         rolled: bool,
         features: Features,
     },
-    /// `columns`: of the partial results. `padded`: the output has fewer.
+    /// `columns`: of the partial results. `padded`: the output has fewer. `pages`: of a call over pages.
     Combine {
         columns: usize,
         padded: bool,
+        pages: bool,
         features: Features,
     },
     Cast {
@@ -97,6 +129,20 @@ pub(super) enum Variant {
         d_v: usize,
         features: Features,
     },
+    /// Of a call over pages: new tokens to their pages, queries to E4M3.
+    Append {
+        d_head: usize,
+        input: u32,
+        rope: u32,
+    },
+    Pages {
+        d_head: usize,
+        v_rows: bool,
+        telemetry: bool,
+        rolled: bool,
+    },
+    /// Checks lengths and block table.
+    CheckTable,
 }
 
 impl Features {
@@ -112,39 +158,49 @@ impl kernels::Variant for Variant {
         let arch = Arch::SM90A;
         match self {
             Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features } => {
-                let (causal, out_e4m3, keeps) = (true, false, Keeps::Nothing);
-                let forward =
-                    Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features };
-                forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
+                let mainloop = Mainloop::of(dims, tile, pv, [telemetry, logits_e4m3], features).of_parts(rolled);
+                let request = forward(dims, tile, pv, [true, telemetry, logits_e4m3, false], features, mainloop);
+                request.define("SPLIT_KV", 1)
             }
-            Self::Combine { columns, padded, features } => {
+            Self::Combine { columns, pages: true, .. } => {
+                over_pages(sources::COMBINE, columns).define("MAINLOOP", Mainloop::Double as u8)
+            }
+            Self::Combine { columns, padded, features, .. } => {
                 let request = Request::new(sources::COMBINE, arch).define("HEAD_DIM", columns);
                 let request = if padded { request.define("PADDED", 1) } else { request };
                 let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
                 features.define(request)
             }
             Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features } => {
-                let request = define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded);
-                let request = features
-                    .define(pv.define(request))
-                    .define("BLOCK_N", tile.keys)
-                    .define("CONSUMERS", tile.consumers)
-                    .define("KV_STAGES", tile.stages)
-                    .define("CAUSAL", u8::from(causal || features.windowed()))
-                    .define("TELEMETRY", u8::from(telemetry))
-                    .define("LOGITS_E4M3", u8::from(logits_e4m3))
-                    .define("OUT_E4M3", u8::from(out_e4m3));
+                let mainloop = Mainloop::of(dims, tile, pv, [telemetry, logits_e4m3], features);
+                let how = [causal || features.windowed(), telemetry, logits_e4m3, out_e4m3];
+                let request = forward(dims, tile, pv, how, features, mainloop);
                 match keeps {
-                    Keeps::Nothing => request,
-                    Keeps::RowMax => request.define("ROW_MAX", 1),
-                    Keeps::Residual => request.define("RESIDUAL", 1),
+                    Keeps::Nothing | Keeps::Operands => request,
+                    Keeps::Fp8Dq => request.define("ROW_MAX", 1),
+                    Keeps::UnroundedDelta => request.define("RESIDUAL", 1),
                 }
             }
             Self::Cast { d_head, d_v, input, rope, features } => {
                 let request = define_dims(Request::new(sources::CAST, arch), d_head, d_v, false);
-                features.define(request.define("INPUT", input).define("ROPE", rope))
+                let request = features.define(request.define("INPUT", input).define("ROPE", rope));
+                // The cast makes the list of tiles.
+                if features.varlen { request.define("PROCESSORS", PROCESSORS) } else { request }
             }
             Self::Repack { d_v, features } => Self::Cast { d_head: d_v, d_v, input: 0, rope: 0, features }.request(),
+            Self::Append { d_head, input, rope } => Request::new(sources::APPEND, arch)
+                .define("HEAD_DIM", d_head)
+                .define("INPUT", input)
+                .define("ROPE", rope)
+                .define("BLOCK_N", Split::TILE.keys),
+            Self::Pages { d_head, v_rows, telemetry, rolled } => over_pages(sources::PAGED, d_head)
+                .define("BLOCK_N", Split::TILE.keys)
+                .define("CONSUMERS", Split::TILE.consumers)
+                .define("KV_STAGES", Split::TILE.stages)
+                .define("V_ROWS", u8::from(v_rows))
+                .define("TELEMETRY", u8::from(telemetry))
+                .define("MAINLOOP", Mainloop::Double.of_parts(rolled) as u8),
+            Self::CheckTable => Self::Append { d_head: 128, input: 0, rope: 0 }.request(),
         }
     }
 
@@ -154,12 +210,37 @@ impl kernels::Variant for Variant {
             Self::Combine { .. } => "attention_combine",
             Self::Cast { .. } => "cast_qkv",
             Self::Repack { .. } => "repack_v",
+            Self::Append { .. } => "append_kv",
+            Self::Pages { .. } => "attention_paged",
+            Self::CheckTable => "check_block_table",
         }
     }
 
-    fn has_shared(self) -> bool {
-        matches!(self, Self::Forward { .. } | Self::Parts { .. })
+    fn tells(self) -> Tells {
+        match self {
+            Self::Forward { .. } | Self::Parts { .. } | Self::Pages { .. } => Tells::Layout,
+            _ => Tells::Nothing,
+        }
     }
+}
+
+/// `[causal, telemetry, logits_e4m3, out_e4m3]`, causal as the kernel is compiled.
+fn forward(dims: HeadDims, tile: Tile, pv: Pv, how: [bool; 4], features: Features, mainloop: Mainloop) -> Request {
+    let request = define_dims(Request::new(sources::ATTENTION, Arch::SM90A), dims.qk, dims.v, dims.padded);
+    let request = features
+        .define(pv.define(request))
+        .define("BLOCK_N", tile.keys)
+        .define("CONSUMERS", tile.consumers)
+        .define("KV_STAGES", tile.stages)
+        .define("MAINLOOP", mainloop as u8);
+    let flags = ["CAUSAL", "TELEMETRY", "LOGITS_E4M3", "OUT_E4M3"].into_iter().zip(how);
+    flags.fold(request, |request, (name, on)| request.define(name, u8::from(on)))
+}
+
+/// Kernels over pages are those of split calls; P V is promoted after every tile.
+fn over_pages(source: sources::Source, d_head: usize) -> Request {
+    let request = Request::new(source, Arch::SM90A).define("HEAD_DIM", d_head).define("PAGED", 1);
+    request.define("SPLIT_KV", 1).define("CAUSAL", 1).define("PV", 1)
 }
 
 fn define_dims(request: Request, qk: usize, v: usize, padded: bool) -> Request {
@@ -171,53 +252,78 @@ fn define_dims(request: Request, qk: usize, v: usize, padded: bool) -> Request {
 }
 
 impl Variant {
-    /// What a checked call launches first.
-    pub(super) fn first(terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Self {
-        let (d_head, d_v) = (sizes.d_head, sizes.d_v);
-        let (_, Features { varlen, .. }) = terms.features(sizes);
-        let features = Features { window: !varlen && terms.first_key(sizes) > 0, varlen, ..Features::default() };
+    /// What a call on rows launches first.
+    pub(super) fn cast(call: &DeviceCall, tensors: &Tensors) -> Self {
+        let (d_head, d_v) = (call.shape.d_head, call.shape.d_v);
+        let (_, Features { varlen, .. }) = call.features();
+        let features = Features { window: !varlen && call.first_key() > 0, varlen, ..Features::default() };
         match params::input_number(tensors.q.element()) {
             Some(input) => Self::Cast { d_head, d_v, input, rope: rope_number(tensors.rope.as_ref()), features },
             None => Self::Repack { d_v, features },
         }
     }
 
-    /// What a checked call launches then.
-    pub(super) fn second(terms: &Terms, tensors: &Tensors, sizes: &AttentionShape, cut: &Cut) -> Self {
-        let (dims, logits_e4m3) = (sizes.head_dims(), tensors.descales.logit.is_some());
+    /// Its attention.
+    pub(super) fn attention(call: &DeviceCall, tensors: &Tensors, cut: &Cut) -> Self {
+        let (dims, logits_e4m3) = (call.shape.head_dims(), tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
-        let (causal, features) = terms.features(sizes);
+        let (causal, features) = call.features();
         let tile = cut.tile;
         let out_e4m3 = tensors.out.element() == Element::E4m3;
         let pv = |tile| Pv::of(tensors.accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, tile);
         if let Some(split) = cut.split {
             let pv = pv(None);
-            // The rolled loop has two tiles of logits in flight.
-            let double = dims.v <= 128 && !(logits_e4m3 || features.soft_cap || features.windowed() && telemetry);
-            let rolled = double && split.has_few_tiles(&terms.longest(sizes));
+            let mainloop = Mainloop::of(dims, tile, pv, [telemetry, logits_e4m3], features);
+            let rolled = mainloop.of_parts(split.has_few_tiles(&call.longest())) == Mainloop::Rolled;
             return Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features };
         }
         let pv = pv(Some(tile));
-        let keeps = tensors.keeps();
+        let keeps = tensors.keeps().of_kernel();
         Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features }
     }
 
     /// What joins the parts of a split call.
-    pub(super) fn third(terms: &Terms, sizes: &AttentionShape) -> Self {
-        let (_, Features { varlen, sink, .. }) = terms.features(sizes);
-        let dims = sizes.head_dims();
+    pub(super) fn combine(call: &DeviceCall, tensors: &Tensors) -> Self {
+        let (_, Features { varlen, sink, .. }) = call.features();
+        let (dims, pages) = (call.shape.head_dims(), matches!(tensors.keys, Keys::Pages(_)));
         let features = Features { varlen, sink, ..Features::default() };
-        Self::Combine { columns: dims.v, padded: dims.padded, features }
+        Self::Combine { columns: dims.v, padded: dims.padded, pages, features }
+    }
+
+    /// What a call over pages launches first.
+    pub(super) fn append(call: &DeviceCall, tensors: &Tensors, pages: &Pages) -> Self {
+        let of_new = pages.new.map_or(Element::Bf16, |new| new.k.element());
+        let input = params::input_number(tensors.q.element()).or(params::input_number(of_new)).unwrap_or(0);
+        Self::Append { d_head: call.shape.d_head, input, rope: rope_number(tensors.rope.as_ref()) }
+    }
+
+    /// Its attention.
+    pub(super) fn pages(call: &DeviceCall, tensors: &Tensors, pages: &Pages, split: &Split) -> Self {
+        let v_rows = matches!(pages.v, ValuePages::Rows(_));
+        // As in `Split::has_few_tiles`: where blocks have an item each, short code is faster.
+        let rolled = split.consumers == 1 && split.tiles(&call.shape) <= PROCESSORS;
+        Self::Pages { d_head: call.shape.d_head, v_rows, telemetry: tensors.stats.is_some(), rolled }
     }
 }
 
-pub(super) fn rope_number(rope: Option<&Rope>) -> u32 {
-    rope_number_of(rope.map(|rope| rope.interleaved))
+/// The number that the casts know a rotation by: none, of halves, of neighbours (`interleaved`).
+fn rope_number(rope: Option<&Rope>) -> u32 {
+    rope.map_or(0, |rope| if rope.interleaved { 2 } else { 1 })
 }
 
-/// The number that the casts know a rotation by: none, of halves, of neighbours (`interleaved`).
-pub(super) fn rope_number_of(interleaved: Option<bool>) -> u32 {
-    interleaved.map_or(0, |interleaved| if interleaved { 2 } else { 1 })
+/// Every variant of the kernels that a call over pages can ask for.
+pub fn paged_variants() -> Vec<Request> {
+    let mut all = Vec::new();
+    for d_head in [64, 128] {
+        all.push(Variant::Combine { columns: d_head, padded: false, pages: true, features: Features::default() });
+        for input in 0..3 {
+            all.extend((0..3).map(|rope| Variant::Append { d_head, input, rope }));
+        }
+        for (v_rows, telemetry) in [(false, false), (true, false), (false, true), (true, true)] {
+            all.extend([false, true].map(|rolled| Variant::Pages { d_head, v_rows, telemetry, rolled }));
+        }
+    }
+    all.into_iter().map(Variant::request).collect()
 }
 
 /// Variants of the attention kernels that are compiled and read without a GPU: every one that a dense call of
@@ -229,7 +335,7 @@ pub fn attention_variants() -> Vec<Request> {
     let mut all = Vec::new();
     for d in [64, 128] {
         let dims = HeadDims { qk: d, v: d, padded: false };
-        all.push(Variant::Combine { columns: d, padded: false, features: none });
+        all.push(Variant::Combine { columns: d, padded: false, pages: false, features: none });
         for accumulator in [inference, seldom, PvAccumulator::F16] {
             for (telemetry, logits_e4m3) in [(false, false), (true, false), (true, true)] {
                 // The schedule of E4M3 logits has no rolled form, and P V in F16 has neither these logits nor an output in E4M3.
@@ -254,7 +360,7 @@ pub fn attention_variants() -> Vec<Request> {
     }
     for (qk, v, padded) in [(96, 96, false), (192, 128, false), (256, 256, true)] {
         let dims = HeadDims { qk, v, padded };
-        all.push(Variant::Combine { columns: v, padded, features: none });
+        all.push(Variant::Combine { columns: v, padded, pages: false, features: none });
         all.push(parts(dims, inference, [true, false, v <= 128], none));
         for (accumulator, how) in [
             (inference, [true, false, false, false]),
@@ -291,7 +397,7 @@ fn keeping(dims: HeadDims) -> Vec<Variant> {
         [(false, Features::default()), (true, Features { window: true, varlen: true, soft_cap: true, sink: true })]
     {
         for tile in Tile::all(dims, false, PvAccumulator::F16) {
-            for kept in [Keeps::RowMax, Keeps::Residual] {
+            for kept in [Keeps::Fp8Dq, Keeps::UnroundedDelta] {
                 let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);
                 if let Variant::Forward { keeps, .. } = &mut variant {
                     *keeps = kept;
@@ -349,7 +455,7 @@ fn featured(dims: HeadDims) -> Vec<Variant> {
     let all = Features { window: true, varlen: true, soft_cap: true, sink: true };
     let (fp8, f16) = (PvAccumulator::default(), PvAccumulator::F16);
     let features = Features { sink: true, ..varlen };
-    let mut variants = vec![Variant::Combine { columns: dims.v, padded: dims.padded, features }];
+    let mut variants = vec![Variant::Combine { columns: dims.v, padded: dims.padded, pages: false, features }];
     for (features, accumulator, telemetry) in [
         (window, fp8, false),
         (Features { sink: true, ..varlen }, f16, false),

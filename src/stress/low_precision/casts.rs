@@ -4,7 +4,7 @@ use super::arithmetic::Arithmetic;
 use super::options::LowPrecisionOptions;
 use super::remedy::Remedy;
 use crate::attention::{
-    BackwardPrecision, Cast, Delta, Precision, Probabilities, PvAccumulator, ShiftLimit, Stabilised,
+    BackwardPrecision, Cast, Delta, Precision, Probabilities, PvAccumulator, ShiftLimit, ShiftedSoftmax,
 };
 
 /// What one head rounds.
@@ -15,7 +15,7 @@ pub struct Casts {
     pub others: bool,
     pub precision: Precision,
     pub backward: BackwardPrecision,
-    pub stabilised: Option<Stabilised>,
+    pub shifted: Option<ShiftedSoftmax>,
 }
 
 impl Casts {
@@ -36,7 +36,7 @@ impl Casts {
         let limit = match remedy {
             Remedy::Stabilised if options.arithmetic == Arithmetic::Fp8 => Some(ShiftLimit::Octave),
             Remedy::Stabilised => Some(ShiftLimit::Wrapped),
-            Remedy::StabilisedFixed => Some(ShiftLimit::Fixed(Stabilised::MAX_SHIFT)),
+            Remedy::StabilisedFixed => Some(ShiftLimit::Fixed(ShiftedSoftmax::MAX_SHIFT)),
             Remedy::StabilisedPower => Some(ShiftLimit::Fixed(57.0 * std::f32::consts::LN_2)),
             _ => None,
         };
@@ -61,7 +61,7 @@ impl Casts {
                 delta: if remedy == Remedy::DeltaFromP { Delta::Probabilities } else { Delta::Output },
                 ..BackwardPrecision::default()
             },
-            stabilised: limit.map(|limit| Stabilised { beta: options.beta, epsilon: options.epsilon, limit }),
+            shifted: limit.map(|limit| ShiftedSoftmax { beta: options.beta, epsilon: options.epsilon, limit }),
         }
     }
 }

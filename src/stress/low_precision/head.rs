@@ -148,8 +148,8 @@ impl Head {
         };
         let inputs = Inputs { q: &x[0], k: &x[1], v: &x[2] };
         let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: one, operands };
-        let mut output = match casts.stabilised {
-            Some(stabilised) => stabilised.forward(&call, &inputs, &plan, &casts.precision)?.output,
+        let mut output = match casts.shifted {
+            Some(softmax) => softmax.forward(&call, &inputs, &plan, &casts.precision)?.output,
             None => Cpu.forward(&call, &inputs, &plan, &casts.precision)?,
         };
         // The output that delta is taken from.

@@ -2,7 +2,7 @@
 
 use super::arithmetic::Arithmetic;
 use super::remedy::Remedy;
-use crate::attention::{PvAccumulator, Stabilised};
+use crate::attention::{PvAccumulator, ShiftedSoftmax};
 use crate::error::{Error, Result};
 use serde::Serialize;
 
@@ -30,7 +30,7 @@ pub struct LowPrecisionOptions {
     /// Keys after which the unnormalised output is rounded, in [`Arithmetic::Bf16`] alone; 64 holds every sequence of up to four
     /// copies.
     pub tile: usize,
-    /// How far the stabilised softmax exceeds a repeated maximum.
+    /// How far the shifted softmax exceeds a repeated maximum.
     pub beta: f32,
     /// Logits this close to the maximum repeat it, in nats.
     pub epsilon: f32,
@@ -38,7 +38,7 @@ pub struct LowPrecisionOptions {
 
 impl Default for LowPrecisionOptions {
     fn default() -> Self {
-        let Stabilised { beta, epsilon, .. } = Stabilised::default();
+        let ShiftedSoftmax { beta, epsilon, .. } = ShiftedSoftmax::default();
         Self {
             arithmetic: Arithmetic::Bf16,
             remedy: Remedy::None,

@@ -15,7 +15,7 @@ pub enum Remedy {
     F32Pv,
     /// The same, and the output rounded stochastically.
     StochasticOutput,
-    /// delta from the output before its rounding to BF16, as `attention(.., stabilise=True)` takes it in Python: the output itself stays
+    /// delta from the output before its rounding to BF16, as `attention(.., unrounded_delta=True)` takes it in Python: the output itself stays
     /// in BF16, and what its rounding took is kept in BF16 beside it.
     UnroundedDelta,
     /// delta = rowsum(P o dP).

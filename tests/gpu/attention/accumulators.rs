@@ -1,16 +1,23 @@
 //! The choices of the accumulator of P V, and the operands that the cast saves for a backward.
 
-use super::{Data, Memory, bf16_bytes, cuda, device, small_call, stream, terms, wide};
+use super::{Data, Memory, bf16_bytes, cuda, device, keys, on_device, small_call, stream, wide};
 use half::bf16;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask, Precision, PvAccumulator, reference};
-use sigmascale::device::attention::{Cuda, Element, SavedOperands, View};
+use sigmascale::device::attention::{Element, SavedOperands, SavedRows, View, Workspace};
 use sigmascale::fp8::{Format, OnOverflow};
 
+tests![
+    the_output_is_not_biased,
+    operands_are_saved_for_a_backward,
+    the_largest_p_of_each_row_is_kept,
+    what_rounding_took_from_the_output_is_kept,
+];
+
 /// Mean error of O over mean |O| where V has a mean, against f64 on the same E4M3 operands: every kernel that a call can get.
-pub fn the_output_is_not_biased() {
+fn the_output_is_not_biased() {
     let stream = stream();
     for (d_head, len_k, mean) in [
         (64, 4096, 1.0),
@@ -47,7 +54,7 @@ pub fn the_output_is_not_biased() {
                 let (mut tensors, workspace) = memory.tensors(&call, Element::E4m3);
                 tensors.accumulator = precision.pv_accumulator;
                 tensors.stats = tensors.stats.filter(|_| telemetry);
-                cuda().with_split(split).launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+                cuda().with_split(split).launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
                 stream.synchronize().unwrap();
                 let out = memory.results().0;
                 let out = out.chunks_exact(2).map(|x| f64::from(bf16::from_le_bytes([x[0], x[1]]).to_f32()));
@@ -68,7 +75,7 @@ pub fn the_output_is_not_biased() {
 }
 
 /// The cast leaves E4M3 rows to the caller, and the output has the same bits.
-pub fn operands_are_saved_for_a_backward() {
+fn operands_are_saved_for_a_backward() {
     let stream = stream();
     for (d_head, accumulator) in
         [64, 128, 72, 96, 256].into_iter().flat_map(|d| [PvAccumulator::F16, PvAccumulator::default()].map(|a| (d, a)))
@@ -82,13 +89,13 @@ pub fn operands_are_saved_for_a_backward() {
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         tensors.accumulator = accumulator;
         let gpu = cuda();
-        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         let want = memory.results();
 
         // A head's row has a multiple of 16 bytes.
         let row = d_head.next_multiple_of(16);
         let saved = inputs.map(|x| device().upload(&vec![0x7fu8; x.len() / d_head * row]).unwrap());
-        let bytes = Cuda::workspace_bytes(&call.shape, &terms(&call), Element::Bf16, accumulator, true).unwrap();
+        let bytes = Workspace::of(&on_device(&call), Element::Bf16, accumulator, true).bytes;
         assert!(bytes < workspace.extents()[0], "saved operands take no room in the workspace");
         // SAFETY: the buffers have the bytes of the views and outlive the work, which `results` waits for.
         let (views, workspace) = unsafe {
@@ -97,19 +104,15 @@ pub fn operands_are_saved_for_a_backward() {
                 let strides = [length * heads * row, heads * row, row, 1];
                 View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
             };
-            let views = SavedOperands {
-                q: rows(0, &tensors.q),
-                k: rows(1, &tensors.k),
-                v: rows(2, &tensors.v),
-                row_max: None,
-                residual: None,
-            };
+            let [k, v] = keys(&tensors);
+            let (q, k, v) = (rows(0, &tensors.q), rows(1, &k), rows(2, &v));
+            let views = SavedOperands { q, k, v, rows: SavedRows::Nothing };
             (views, View::dense(workspace.ptr(), Element::U8, [bytes]))
         };
         tensors.saved = Some(views);
         memory.stats.write(&vec![0; memory.stats.len()]).unwrap();
         memory.out.clear(&stream).unwrap();
-        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         assert!(memory.results() == want, "d {d_head}, {accumulator}");
         for ((x, saved), descale) in inputs.into_iter().zip(&saved).zip(descales) {
             // The kernel multiplies by the reciprocal.
@@ -124,7 +127,7 @@ pub fn operands_are_saved_for_a_backward() {
 }
 
 /// With the log-sum-exp, a forward for a backward whose dQ is in FP8 keeps each row's largest P. Calls that would be split are not.
-pub fn the_largest_p_of_each_row_is_kept() {
+fn the_largest_p_of_each_row_is_kept() {
     let stream = stream();
     for (d_head, [batch, n_q_heads, n_kv_heads, len_q, len_k]) in
         [64, 128].into_iter().flat_map(|d| [[2, 4, 2, 300, 411], [1, 8, 1, 5, 700], [1, 3, 3, 130, 64]].map(|s| (d, s)))
@@ -137,20 +140,18 @@ pub fn the_largest_p_of_each_row_is_kept() {
         let memory = Memory::new(&call, [&inputs[0], &inputs[1], &inputs[2]], &descales);
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         tensors.accumulator = PvAccumulator::F16;
-        let saved = [&tensors.q, &tensors.k, &tensors.v]
+        let saved = [tensors.q, keys(&tensors)[0], keys(&tensors)[1]]
             .map(|x| device().upload(&vec![0u8; x.extents().iter().product()]).unwrap());
         let row_max = device().upload(&vec![f32::NAN; shape.lse_elements()]).unwrap();
         // SAFETY: the buffers have the bytes of the views and outlive the work, which reading them waits for.
         tensors.saved = Some(unsafe {
-            SavedOperands {
-                q: View::dense(saved[0].ptr(), Element::E4m3, tensors.q.extents()),
-                k: View::dense(saved[1].ptr(), Element::E4m3, tensors.k.extents()),
-                v: View::dense(saved[2].ptr(), Element::E4m3, tensors.v.extents()),
-                row_max: Some(View::dense(row_max.ptr(), Element::F32, [batch, n_q_heads, len_q])),
-                residual: None,
-            }
+            let [k, v] = keys(&tensors);
+            let [q, k, v] =
+                [(0, tensors.q), (1, k), (2, v)].map(|(i, x)| View::dense(saved[i].ptr(), Element::E4m3, x.extents()));
+            let rows = SavedRows::RowMax(View::dense(row_max.ptr(), Element::F32, [batch, n_q_heads, len_q]));
+            SavedOperands { q, k, v, rows }
         });
-        cuda().launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        cuda().launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         stream.synchronize().unwrap();
         let codes =
             saved.map(|x| x.read().unwrap().iter().map(|&x| f64::from(Format::E4m3.decode(x))).collect::<Vec<_>>());
@@ -179,7 +180,7 @@ pub fn the_largest_p_of_each_row_is_kept() {
 
 /// A forward for a backward with `Delta::Unrounded` keeps what the rounding of its output took, and nothing else changes. Calls that
 /// would be split are not.
-pub fn what_rounding_took_from_the_output_is_kept() {
+fn what_rounding_took_from_the_output_is_kept() {
     let stream = stream();
     for (d, d_v, [batch, n_q_heads, n_kv_heads, len_q, len_k]) in [(64, 64), (128, 128), (128, 72), (256, 256)]
         .into_iter()
@@ -196,7 +197,7 @@ pub fn what_rounding_took_from_the_output_is_kept() {
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         tensors.accumulator = PvAccumulator::F16;
         let row = |d: usize| d.next_multiple_of(16);
-        let saved = [&tensors.q, &tensors.k, &tensors.v].map(|x| {
+        let saved = [tensors.q, keys(&tensors)[0], keys(&tensors)[1]].map(|x| {
             let [batch, length, heads, d] = x.extents();
             device().upload(&vec![0u8; batch * length * heads * row(d)]).unwrap()
         });
@@ -211,13 +212,14 @@ pub fn what_rounding_took_from_the_output_is_kept() {
                     let strides = [length * heads * row, heads * row, row, 1];
                     View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
                 };
-                let residual = kept.map(|x| View::dense(x.ptr(), Element::Bf16, shape.out_shape()));
-                let (q, k, v) = (rows(0, &tensors.q), rows(1, &tensors.k), rows(2, &tensors.v));
-                SavedOperands { q, k, v, row_max: None, residual }
+                let kept = kept.map(|x| SavedRows::Residual(View::dense(x.ptr(), Element::Bf16, shape.out_shape())));
+                let [k, v] = keys(&tensors);
+                let (q, k, v) = (rows(0, &tensors.q), rows(1, &k), rows(2, &v));
+                SavedOperands { q, k, v, rows: kept.unwrap_or_default() }
             });
             memory.stats.write(&vec![0; memory.stats.len()]).unwrap();
             memory.out.clear(&stream).unwrap();
-            cuda().launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            cuda().launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
             stream.synchronize().unwrap();
             results.push(memory.results());
         }

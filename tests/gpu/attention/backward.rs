@@ -1,7 +1,7 @@
 //! The backward against the CPU's, and against itself.
 
 use super::backward_calls::{gradient_sizes, norm};
-use super::{Data, bf16_bytes, cuda, distance, stream, terms, wide};
+use super::{Data, bf16_bytes, cuda, distance, on_device, stream, wide};
 use crate::device;
 use half::bf16;
 use rand::rngs::StdRng;
@@ -9,16 +9,29 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients, Mask,
-    Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
+    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Gradients, Keeps, Mask, Precision, PvAccumulator,
+    Saved, backward, dequantised, reference, reference_backward,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, RowBounds, Tensors, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Delta, Descales, Element, Keys, RowBounds, Tensors, View,
     Workspace,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::ScalePlan;
+
+tests![
+    gradients_are_the_cpus,
+    a_training_step_is_as_good_as_with_the_exact_output,
+    rows_that_see_nothing_have_zero_gradients,
+    nan_stays_in_its_row_and_head,
+    deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
+    parts_have_the_gradients_of_the_whole_call,
+    parts_of_several_threads_are_apart,
+    dq_in_fp8_is_the_cpus,
+    delta_of_the_unrounded_output_is_the_exact_one,
+    random_calls_agree_with_the_cpu,
+];
 
 /// (batch, query heads, KV heads, queries, keys): ends of tiles on purpose, rows that see nothing, splits of few blocks.
 const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
@@ -83,9 +96,7 @@ impl Memory {
             delta: device.upload(&delta).unwrap(),
             d_out: device.upload(&bf16_bytes(d_out)).unwrap(),
             gradients: [poison(of_q), poison(of_kv), poison(of_kv)],
-            workspace: device
-                .upload(&vec![0xffu8; engine.workspace_bytes(&call.shape, &terms(call)).unwrap()])
-                .unwrap(),
+            workspace: device.upload(&vec![0xffu8; engine.workspace_bytes(&on_device(call)).unwrap()]).unwrap(),
         };
         memory.forward(call, PvAccumulator::F16, &poison(of_q));
         memory
@@ -125,12 +136,11 @@ impl Memory {
     fn forward(&self, call: &AttentionCall, accumulator: PvAccumulator, out: &Buffer<u8>) {
         let (of_q, _, of_lse) = Self::shapes(call);
         let [q, k, v] = self.operands(call);
-        let bytes = Cuda::workspace_bytes(&call.shape, &terms(call), Element::E4m3, accumulator, false).unwrap();
+        let bytes = Workspace::of(&on_device(call), Element::E4m3, accumulator, false).bytes;
         let scratch = device().zeros::<u8>(bytes.max(Workspace::HEADER)).unwrap();
         let tensors = Tensors {
             q,
-            k,
-            v,
+            keys: Keys::Rows { k, v },
             descales: self.descales(call),
             rope: None,
             accumulator,
@@ -140,7 +150,7 @@ impl Memory {
             stats: None,
         };
         let workspace = unsafe { View::dense(scratch.ptr(), Element::U8, [bytes]) };
-        cuda().launch(&stream(), &terms(call), &tensors, &workspace).unwrap();
+        cuda().launch(&stream(), &on_device(call), &tensors, &workspace).unwrap();
         device().synchronize().unwrap();
     }
 
@@ -167,7 +177,7 @@ impl Memory {
 
     fn launch(&self, engine: &BackwardEngine, stream: &Stream, call: &AttentionCall, tensors: &BackwardTensors) {
         let workspace = unsafe { View::dense(self.workspace.ptr(), Element::U8, [self.workspace.len()]) };
-        engine.backward(stream, &terms(call), tensors, &workspace).unwrap();
+        engine.backward(stream, &on_device(call), tensors, &workspace).unwrap();
     }
 
     /// The gradients. They are poison again afterwards, so that the next launch has to write all of them.
@@ -226,7 +236,7 @@ const ROUNDING: f64 = 8e-3;
 /// where a row sees one key. It shrinks as P spreads over more.
 const OF_SIZE: f64 = 3e-3;
 
-pub(super) fn gradients_are_the_cpus() {
+fn gradients_are_the_cpus() {
     let engines = [false, true].map(|deterministic| engine().with_deterministic(deterministic));
     for (seed, call) in cases().enumerate() {
         let data = Data::new(&call.shape, seed as u64);
@@ -248,7 +258,7 @@ pub(super) fn gradients_are_the_cpus() {
 
 /// dQ where keys, values and dO share directions: with delta from the output of the F16 accumulator it is as good as with the exact
 /// output in BF16. With that of `fp8-2048` it is not.
-pub(super) fn a_training_step_is_as_good_as_with_the_exact_output() {
+fn a_training_step_is_as_good_as_with_the_exact_output() {
     let engine = engine();
     for d_head in [64, 128] {
         let shape =
@@ -280,7 +290,7 @@ pub(super) fn a_training_step_is_as_good_as_with_the_exact_output() {
     }
 }
 
-pub(super) fn rows_that_see_nothing_have_zero_gradients() {
+fn rows_that_see_nothing_have_zero_gradients() {
     for d_head in [64, 128] {
         let shape =
             AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 77, d_head, d_v: d_head };
@@ -295,7 +305,7 @@ pub(super) fn rows_that_see_nothing_have_zero_gradients() {
     }
 }
 
-pub(super) fn nan_stays_in_its_row_and_head() {
+fn nan_stays_in_its_row_and_head() {
     let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 512, len_k: 512, d_head: 128, d_v: 128 };
     let call = AttentionCall::causal(shape);
     let (data, engine) = (Data::new(&shape, 7), engine());
@@ -315,7 +325,7 @@ pub(super) fn nan_stays_in_its_row_and_head() {
     assert_eq!(rows(&dv), (0..384).map(|key| 2 * key).collect::<Vec<_>>());
 }
 
-pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
+fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
     for d_head in [64, 128] {
         let shape =
             AttentionShape { batch: 2, n_q_heads: 8, n_kv_heads: 2, len_q: 1000, len_k: 1100, d_head, d_v: d_head };
@@ -344,7 +354,7 @@ pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
 }
 
 /// A call in parts is so many calls: the same gradients, but for the order of sums.
-pub(super) fn parts_have_the_gradients_of_the_whole_call() {
+fn parts_have_the_gradients_of_the_whole_call() {
     // The last is cut without being told.
     let limits = [(5, 4, 2, Some(1 << 20)), (1, 12, 6, Some(1 << 19)), (2, 6, 3, Some(1)), (40, 4, 4, None)];
     for (batch, n_q_heads, n_kv_heads, limit) in limits {
@@ -354,7 +364,7 @@ pub(super) fn parts_have_the_gradients_of_the_whole_call() {
             let options = BackwardOptions { deterministic, ..BackwardOptions::default() };
             let [whole, cut] = [Some(usize::MAX), limit]
                 .map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
-            let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
+            let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&on_device(&call)).unwrap());
             assert!(bytes[1] < bytes[0], "{shape:?} is cut");
             let data = Data::new(&shape, 14);
             let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 15));
@@ -374,7 +384,7 @@ pub(super) fn parts_have_the_gradients_of_the_whole_call() {
 }
 
 /// Threads share an engine, and every other one captures its calls: a capture must not take the parts of another thread's call.
-pub(super) fn parts_of_several_threads_are_apart() {
+fn parts_of_several_threads_are_apart() {
     let shape = AttentionShape { batch: 6, n_q_heads: 2, n_kv_heads: 2, len_q: 200, len_k: 200, d_head: 64, d_v: 64 };
     let (call, data) = (AttentionCall::causal(shape), Data::new(&shape, 16));
     let options = BackwardOptions { deterministic: true, sums_limit: Some(1), ..BackwardOptions::default() };
@@ -410,8 +420,8 @@ pub(super) fn parts_of_several_threads_are_apart() {
 }
 
 /// dQ of E4M3 codes of dS is the CPU's, whose specification it is, and dK and dV are what they are without.
-pub(super) fn dq_in_fp8_is_the_cpus() {
-    let fp8 = engine().with_options(BackwardOptions { dq_fp8: true, ..BackwardOptions::default() });
+fn dq_in_fp8_is_the_cpus() {
+    let fp8 = engine().with_options(BackwardOptions { keeps: Keeps::Fp8Dq, ..BackwardOptions::default() });
     for (seed, call) in cases().filter(|call| call.shape.d_head <= 128).enumerate() {
         let data = Data::new(&call.shape, 100 + seed as u64);
         let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 2000 + seed as u64));
@@ -420,8 +430,7 @@ pub(super) fn dq_in_fp8_is_the_cpus() {
         let slopes = reference_backward(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v), &wide(&d_out)).unwrap();
         let lse: Vec<f32> = exact.lse.iter().map(|&x| x as f32).collect();
         let out: Vec<f32> = exact.out.iter().map(|&x| bf16::from_f64(x).to_f32()).collect();
-        let products = GradientProducts::Fp8(Fp8Products { dq: true, dp: false, value_slack: 1 });
-        let how = BackwardPrecision { delta: sigmascale::attention::Delta::Output, products };
+        let how = BackwardPrecision::after(Keeps::Fp8Dq);
         let saved = Saved { out: &out, lse: &lse };
         let want = backward(&call, &data.inputs(), &plan, &Precision::KERNEL, &how, &saved, &d_out).unwrap();
 
@@ -461,9 +470,9 @@ pub(super) fn dq_in_fp8_is_the_cpus() {
 }
 
 /// With what rounding took from the output, gradients are those of the exact delta, nearly bit for bit; without, dQ and dK are not.
-pub(super) fn delta_of_the_unrounded_output_is_the_exact_one() {
+fn delta_of_the_unrounded_output_is_the_exact_one() {
     let plain = engine().with_deterministic(true);
-    let options = BackwardOptions { deterministic: true, residual: true, ..BackwardOptions::default() };
+    let options = BackwardOptions { deterministic: true, keeps: Keeps::UnroundedDelta, ..BackwardOptions::default() };
     let unrounded = engine().with_options(options);
     for (seed, call) in cases().enumerate() {
         let data = Data::new(&call.shape, 300 + seed as u64);
@@ -528,7 +537,7 @@ fn value_norms(call: &AttentionCall, x: &Dequantised) -> Vec<f32> {
     (0..batch).flat_map(|b| (0..n_kv_heads).map(move |head| (b, head))).map(|(b, head)| of(b, head)).collect()
 }
 
-pub(super) fn random_calls_agree_with_the_cpu() {
+fn random_calls_agree_with_the_cpu() {
     let mut rng = StdRng::seed_from_u64(11);
     let engine = engine();
     for seed in 0..40 {

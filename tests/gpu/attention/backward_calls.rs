@@ -12,13 +12,15 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, Mask, Sequence, dequantised, reference, reference_backward,
+    AttentionCall, AttentionShape, Keeps, Mask, Sequence, dequantised, reference, reference_backward,
 };
 use sigmascale::cuda::{Buffer, DevicePtr, Stream};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardOptions, BackwardTensors, Delta, Descales, Element, Sequences, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Delta, Descales, DeviceCall, Element, Sequences, View,
 };
 use sigmascale::fp8::{Format, OnOverflow};
+
+tests![random_backward_calls, sequences_may_change_between_replays, sequences_out_of_order_end,];
 
 /// A call that owns its lists.
 #[derive(Clone, Debug)]
@@ -136,7 +138,7 @@ fn codes(x: &[f32], descales: &[Descale], heads: usize, d: usize, live: &[bool])
 /// The call's tensors in device memory.
 struct Memory {
     tensors: BackwardTensors,
-    terms: Terms,
+    call: DeviceCall,
     workspace: View<1>,
     bytes: Vec<Buffer<u8>>,
     floats: Vec<Buffer<f32>>,
@@ -250,12 +252,11 @@ impl Memory {
             let (max_len_q, max_len_k) = (longest(|s| s.q.len()), longest(|s| s.k.len()));
             Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k }
         });
-        let plain = Terms::of(&AttentionCall { sequences: None, sinks: None, ..call }).unwrap();
-        let terms = Terms { sinks, sequences, ..plain };
+        let on_device = call.on_device(sequences, sinks).unwrap();
         // For engines that take it.
         let took = planted(&|at| (forward.out[at] - bf16::from_f32(forward.out[at] as f32).to_f64()) as f32);
         let residual = half(&bf16_bytes(&took), n_q_heads, len_q, d_v);
-        let workspace_bytes = engine.workspace_bytes(&call.shape, &terms).unwrap();
+        let workspace_bytes = engine.workspace_bytes(&on_device).unwrap();
         let workspace = unsafe { View::dense(upload(&vec![0xff; workspace_bytes]), Element::U8, [workspace_bytes]) };
         let tensors = BackwardTensors {
             q: q8,
@@ -275,11 +276,11 @@ impl Memory {
         let size = gradient_sizes(&call, live_q.iter().filter(|x| **x).count() * n_q_heads, [&q, &k, &v]);
         let want = [want.dq, want.dk, want.dv, want.d_sinks];
         let result = Result { have: [const { Vec::new() }; 4], want, size };
-        (Self { tensors, terms, workspace, bytes, floats, lists }, result)
+        (Self { tensors, call: on_device, workspace, bytes, floats, lists }, result)
     }
 
     fn launch(&self, engine: &BackwardEngine, stream: &Stream) {
-        engine.backward(stream, &self.terms, &self.tensors, &self.workspace).unwrap();
+        engine.backward(stream, &self.call, &self.tensors, &self.workspace).unwrap();
     }
 
     fn read(&self) -> [Vec<f32>; 4] {
@@ -319,9 +320,13 @@ impl Result {
     }
 }
 
-pub(super) fn random_backward_calls() {
-    let engines = [(false, false), (true, false), (false, true), (true, true)].map(|(deterministic, residual)| {
-        let options = BackwardOptions { deterministic, residual, ..BackwardOptions::default() };
+fn random_backward_calls() {
+    let engines = [(false, false), (true, false), (false, true), (true, true)].map(|(deterministic, unrounded)| {
+        let options = BackwardOptions {
+            deterministic,
+            keeps: if unrounded { Keeps::UnroundedDelta } else { Keeps::Operands },
+            ..BackwardOptions::default()
+        };
         BackwardEngine::new(device()).unwrap().with_options(options)
     });
     let (first, count) = (setting("SIGMASCALE_RANDOM_SEED", 1), setting("SIGMASCALE_RANDOM_BACKWARD", 60));
@@ -348,14 +353,14 @@ fn packed(cu_seqlens: &[usize]) -> Random {
 }
 
 /// A graph finds the lists of sequences as they are when it runs.
-pub(super) fn sequences_may_change_between_replays() {
+fn sequences_may_change_between_replays() {
     let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
     let [first, second] = [packed(&[0, 200, 500, 600]), packed(&[0, 400, 401, 590])];
     let (memory, _) = Memory::new(&engine, &first, false);
     let (other, _) = Memory::new(&engine, &second, false);
     other.launch(&engine, &stream());
     let want = other.read();
-    engine.prepare(&first.call.shape, &memory.terms).unwrap();
+    engine.prepare(&memory.call).unwrap();
     let stream = stream();
     let graph = stream
         .capture(|stream| {
@@ -376,7 +381,7 @@ pub(super) fn sequences_may_change_between_replays() {
 }
 
 /// Sequences that break their rule have no gradients that mean anything, but no block waits for keys that none has.
-pub(super) fn sequences_out_of_order_end() {
+fn sequences_out_of_order_end() {
     let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
     let random = packed(&[0, 200, 500, 600]);
     let (memory, _) = Memory::new(&engine, &random, false);

@@ -4,7 +4,13 @@ use super::{BF16, Data, Memory, bf16_bytes, both, cuda, distance, exact, logit_e
 use crate::device;
 use sigmascale::attention::{Attention, AttentionCall, AttentionShape, Cpu, Mask, Padding, Precision, Sequence};
 use sigmascale::cuda::Buffer;
-use sigmascale::device::attention::{Element, Sequences, Terms};
+use sigmascale::device::attention::{Cuda, DeviceCall, Element, Sequences};
+
+tests![
+    every_kind_of_call_agrees_with_the_cpu,
+    a_graph_follows_the_lengths,
+    casts_of_sequences_count_by_the_descale_of_their_entry,
+];
 
 /// A call and the lists that it borrows.
 struct Owned {
@@ -62,7 +68,7 @@ fn cases(d_head: usize) -> Vec<Owned> {
     ]
 }
 
-pub fn every_kind_of_call_agrees_with_the_cpu() {
+fn every_kind_of_call_agrees_with_the_cpu() {
     let gpus = both();
     for (seed, owned) in [64, 128].into_iter().flat_map(cases).enumerate() {
         let call = owned.call();
@@ -94,7 +100,7 @@ pub fn every_kind_of_call_agrees_with_the_cpu() {
 }
 
 /// Other lengths in the same lists, for the same graph.
-pub fn a_graph_follows_the_lengths() {
+fn a_graph_follows_the_lengths() {
     for (d_head, len_q, first, then) in [
         (128, 300, [[300, 300], [20, 100]], [[1, 280], [300, 1]]),
         (64, 300, [[5, 300], [0, 0]], [[300, 300], [300, 300]]),
@@ -119,30 +125,23 @@ pub fn a_graph_follows_the_lengths() {
         let [q_starts, q_ends, k_starts, k_ends] =
             [0, 1, 2, 3].map(|i| unsafe { lists[i].view(Element::I32, [2]).unwrap() });
         let sequences = Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q: len_q, max_len_k: len_k };
-        let terms = Terms { sequences: Some(sequences), ..Terms::of(&call).unwrap() };
         let (mut tensors, _) = memory.tensors(&call, Element::Bf16);
+        let call = DeviceCall { sequences: Some(sequences), ..DeviceCall::causal(shape) };
         tensors.stats = None;
-        let bytes = sigmascale::device::attention::Cuda::workspace_bytes(
-            &shape,
-            &terms,
-            Element::Bf16,
-            tensors.accumulator,
-            false,
-        );
-        let scratch: Buffer<u8> = device().zeros(bytes.unwrap()).unwrap();
+        let scratch: Buffer<u8> = device().zeros(Cuda::workspace_bytes(&call, &tensors).unwrap()).unwrap();
         // SAFETY: as above.
         let workspace = unsafe { scratch.view(Element::U8, [scratch.len()]).unwrap() };
         let (gpu, stream) = (cuda(), stream());
         set(first);
-        gpu.launch(&stream, &terms, &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
         let of_first = memory.results();
-        let graph = stream.capture(|stream| gpu.launch(stream, &terms, &tensors, &workspace)).unwrap();
+        let graph = stream.capture(|stream| gpu.launch(stream, &call, &tensors, &workspace)).unwrap();
         set(then);
         graph.launch().unwrap();
         stream.synchronize().unwrap();
         let replayed = memory.results();
         assert!(replayed != of_first, "d {d_head}");
-        gpu.launch(&stream, &terms, &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
         assert!(memory.results() == replayed, "d {d_head}, {len_q} queries");
         set(first);
         graph.launch().unwrap();
@@ -152,7 +151,7 @@ pub fn a_graph_follows_the_lengths() {
 }
 
 /// Rows of a warp that lie in two entries of the batch, of which one overflows its descale.
-pub fn casts_of_sequences_count_by_the_descale_of_their_entry() {
+fn casts_of_sequences_count_by_the_descale_of_their_entry() {
     for (d_head, len) in [(128, 33), (64, 34)] {
         let shape =
             AttentionShape { batch: 2, n_q_heads: 2, n_kv_heads: 1, len_q: len, len_k: len, d_head, d_v: d_head };
@@ -173,13 +172,12 @@ pub fn casts_of_sequences_count_by_the_descale_of_their_entry() {
             max_len_q: len,
             max_len_k: len,
         };
-        let terms = Terms { sequences: Some(sequences), ..Terms::of(&call).unwrap() };
         let (tensors, _) = memory.tensors(&call, Element::Bf16);
-        let cuda_bytes = sigmascale::device::attention::Cuda::workspace_bytes;
-        let bytes = cuda_bytes(&shape, &terms, Element::Bf16, tensors.accumulator, false).unwrap();
+        let call = DeviceCall { sequences: Some(sequences), ..DeviceCall::causal(shape) };
+        let bytes = Cuda::workspace_bytes(&call, &tensors).unwrap();
         let scratch: Buffer<u8> = device().zeros(bytes).unwrap();
         let workspace = unsafe { scratch.view(Element::U8, [bytes]).unwrap() };
-        cuda().launch(&stream(), &terms, &tensors, &workspace).unwrap();
+        cuda().launch(&stream(), &call, &tensors, &workspace).unwrap();
         let (_, _, words) = memory.results();
         for head in 0..2 {
             let entry = data.q[..len * 2 * d_head].chunks_exact(d_head).skip(head).step_by(2);

@@ -1,12 +1,18 @@
 //! Head dimensions: those that kernels are compiled for, those that are filled up, and values of another dimension than keys.
 
 use super::{
-    BF16, Data, Memory, bf16_bytes, both, cuda, distance, exact, logit_error, same_casts, stream, terms, wide,
+    BF16, Data, Memory, bf16_bytes, both, cuda, distance, exact, logit_error, on_device, same_casts, stream, wide,
 };
 use rayon::prelude::*;
 use sigmascale::attention::{Attention, AttentionCall, AttentionShape, Cast, Cpu, LogitCast, Mask, Precision};
 use sigmascale::device::attention::Element;
 use sigmascale::fp8::{Format, OnOverflow};
+
+tests![
+    head_dimensions_agree_with_the_cpu,
+    head_dimensions_take_e4m3_logits_and_outputs,
+    head_dimensions_of_e4m3_operands,
+];
 
 /// (d_head, d_v)
 pub const DIMS: [(usize, usize); 14] = [
@@ -45,7 +51,7 @@ fn shapes() -> Vec<(usize, AttentionShape)> {
 }
 
 /// Output, log-sum-exp and telemetry, with sums of P V in FP8 and F16.
-pub fn head_dimensions_agree_with_the_cpu() {
+fn head_dimensions_agree_with_the_cpu() {
     let gpus = both();
     shapes().into_par_iter().for_each(|(seed, shape)| {
         for causal in [true, false] {
@@ -86,7 +92,7 @@ pub fn head_dimensions_agree_with_the_cpu() {
 }
 
 /// Logits and outputs in E4M3.
-pub fn head_dimensions_take_e4m3_logits_and_outputs() {
+fn head_dimensions_take_e4m3_logits_and_outputs() {
     let gpus = both();
     shapes().into_par_iter().for_each(|(seed, shape)| {
         let causal = seed % 2 == 0;
@@ -115,7 +121,7 @@ pub fn head_dimensions_take_e4m3_logits_and_outputs() {
 }
 
 /// Operands in E4M3 give the bits of the cast; what lies between rows and behind them is not read.
-pub fn head_dimensions_of_e4m3_operands() {
+fn head_dimensions_of_e4m3_operands() {
     let stream = stream();
     for (d_head, d_v) in DIMS.into_iter().filter(|(d, d_v)| d % 16 == 0 && d_v % 16 == 0) {
         let shape = AttentionShape { batch: 2, n_q_heads: 6, n_kv_heads: 2, len_q: 130, len_k: 201, d_head, d_v };
@@ -138,7 +144,7 @@ pub fn head_dimensions_of_e4m3_operands() {
             // NaN in every byte that the call does not write itself.
             memory.workspace.write(&vec![0x7f; memory.workspace.len()]).unwrap();
             let (tensors, workspace) = memory.tensors(&call, element);
-            cuda().launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            cuda().launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         }
         let (cast, given) = (cast.results(), given.results());
         assert!(cast.0 == given.0 && cast.1 == given.1, "d {d_head}, d_v {d_v}");

@@ -13,6 +13,8 @@ use sigmascale::attention::{Attention, AttentionCall, AttentionShape, Cpu, Input
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 
+tests![errors_are_those_of_a_plain_implementation,];
+
 /// (queries, keys)
 const LENGTHS: [(usize, usize); 8] =
     [(128, 1024), (128, 8192), (128, 65_536), (113, 203), (799, 3), (1023, 1024), (1, 8192), (16, 8192)];
@@ -90,7 +92,7 @@ fn errors(data: Data, len_q: usize, len_k: usize) -> [f64; 3] {
 
 /// At most twice the plain error everywhere, and where every row has many keys of weight no faster growth with their number.
 /// Rows of outliers are decided by two or three keys, so their error says little about length.
-pub fn errors_are_those_of_a_plain_implementation() {
+fn errors_are_those_of_a_plain_implementation() {
     let mut complaints = Vec::new();
     println!("data, queries x keys: relative RMS error in whole tiles, split, plain; ratios");
     for data in [Data::Gauss, Data::Outlier, Data::Sink, Data::Needle] {

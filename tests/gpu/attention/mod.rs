@@ -11,46 +11,23 @@ mod random;
 mod split;
 
 use crate::device;
-use accumulators::{
-    operands_are_saved_for_a_backward, the_largest_p_of_each_row_is_kept, the_output_is_not_biased,
-    what_rounding_took_from_the_output_is_kept,
-};
-use backward::{
-    a_training_step_is_as_good_as_with_the_exact_output, delta_of_the_unrounded_output_is_the_exact_one,
-    deterministic_calls_repeat_bit_for_bit_also_from_a_graph, dq_in_fp8_is_the_cpus, gradients_are_the_cpus,
-    nan_stays_in_its_row_and_head, parts_have_the_gradients_of_the_whole_call, parts_of_several_threads_are_apart,
-    random_calls_agree_with_the_cpu, rows_that_see_nothing_have_zero_gradients,
-};
-use backward_calls::{random_backward_calls, sequences_may_change_between_replays, sequences_out_of_order_end};
-use calls::{
-    a_graph_follows_the_lengths, casts_of_sequences_count_by_the_descale_of_their_entry,
-    every_kind_of_call_agrees_with_the_cpu,
-};
-use dims::{
-    head_dimensions_agree_with_the_cpu, head_dimensions_of_e4m3_operands, head_dimensions_take_e4m3_logits_and_outputs,
-};
-use errors::errors_are_those_of_a_plain_implementation;
 use half::bf16;
-use paged::{
-    decoding_over_pages_is_plain_attention, drafts_and_chunks_over_pages_are_plain_attention,
-    pages_repeat_bit_for_bit_and_from_a_graph, wrong_tables_are_named_and_harm_nothing,
-};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
-use random::random_shapes;
 use sigmascale::Descale;
 use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, PvAccumulator,
     dequantised, measure, reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
-use sigmascale::device::attention::{Cuda, Descales, Element, Rope, Tensors, Terms, View, Workspace, step_stats};
+use sigmascale::device::attention::{
+    Cuda, Descales, DeviceCall, Element, Keys, Rope, Tensors, View, Workspace, step_stats,
+};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::StepStats;
 use sigmascale::stats::stats_words;
-use split::{parts_of_wide_keys_follow_each_other, split_calls_are_the_whole_ones};
 
 tests![
     agrees_with_the_cpu,
@@ -68,37 +45,8 @@ tests![
     calls_repeat_bit_for_bit_also_from_a_graph,
     a_workspace_of_any_content_gives_the_same_bits,
     needles_and_sinks,
-    errors_are_those_of_a_plain_implementation,
-    split_calls_are_the_whole_ones,
-    parts_of_wide_keys_follow_each_other,
-    every_kind_of_call_agrees_with_the_cpu,
-    a_graph_follows_the_lengths,
-    casts_of_sequences_count_by_the_descale_of_their_entry,
-    random_shapes,
-    gradients_are_the_cpus,
-    rows_that_see_nothing_have_zero_gradients,
-    nan_stays_in_its_row_and_head,
-    deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
-    parts_have_the_gradients_of_the_whole_call,
-    parts_of_several_threads_are_apart,
-    dq_in_fp8_is_the_cpus,
-    delta_of_the_unrounded_output_is_the_exact_one,
-    random_calls_agree_with_the_cpu,
-    random_backward_calls,
-    sequences_may_change_between_replays,
-    sequences_out_of_order_end,
-    a_training_step_is_as_good_as_with_the_exact_output,
-    the_output_is_not_biased,
-    operands_are_saved_for_a_backward,
-    the_largest_p_of_each_row_is_kept,
-    what_rounding_took_from_the_output_is_kept,
-    head_dimensions_agree_with_the_cpu,
-    head_dimensions_take_e4m3_logits_and_outputs,
-    head_dimensions_of_e4m3_operands,
-    decoding_over_pages_is_plain_attention,
-    drafts_and_chunks_over_pages_are_plain_attention,
-    pages_repeat_bit_for_bit_and_from_a_graph,
-    wrong_tables_are_named_and_harm_nothing,
+    ;
+    accumulators, backward, backward_calls, calls, dims, errors, paged, random, split
 ];
 
 /// (batch, query heads, KV heads, queries, keys)
@@ -393,7 +341,7 @@ fn scales_that_are_none_give_nan() {
                 descales[which] = scale;
                 let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &descales);
                 let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
-                gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+                gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
                 stream.synchronize().unwrap();
                 let (out, ..) = memory.results();
                 let none = out.chunks_exact(2).all(|x| bf16::from_le_bytes([x[0], x[1]]).is_nan());
@@ -417,7 +365,7 @@ fn a_scale_that_underflows_gives_equal_weights() {
         let codes = [codes(shape.q_elements()), codes(shape.k_elements()), codes(shape.v_elements())];
         let memory = Memory::new(&call, [&codes[0], &codes[1], &codes[2]], &[1e-30, 1e-30, 0.5]);
         let (tensors, workspace) = memory.tensors(&call, Element::E4m3);
-        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         stream.synchronize().unwrap();
         let (out, lse, _) = memory.results();
         let out: Vec<f32> = out.chunks_exact(2).map(|x| bf16::from_le_bytes([x[0], x[1]]).to_f32()).collect();
@@ -458,7 +406,7 @@ fn counts_stay_at_their_largest() {
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         // SAFETY: the descales outlive the work.
         tensors.descales.logit = Some(unsafe { logit.view(Element::F32, [4]).unwrap() });
-        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         let counted = memory.results().2;
         // Words of counts that the call raises: the fourth of logits; the second and third of casts, the fourth where not finite.
         let counts: Vec<usize> = (0..counted.len())
@@ -470,16 +418,22 @@ fn counts_stay_at_their_largest() {
         counts.iter().for_each(|&i| near[i] = u32::MAX - counted[i] + 1);
         for _ in 0..3 {
             memory.stats.write(&near).unwrap();
-            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
             near = memory.results().2;
             assert!(counts.iter().all(|&i| near[i] == u32::MAX), "{shape:?}: {near:?}");
         }
     }
 }
 
-/// Terms of a call without lists.
-fn terms(call: &AttentionCall) -> Terms {
-    Terms::of(call).unwrap()
+/// A call without lists.
+fn on_device(call: &AttentionCall) -> DeviceCall {
+    call.on_device(None, None).unwrap()
+}
+
+/// Keys and values of a call on rows.
+fn keys(tensors: &Tensors) -> [View<4>; 2] {
+    let Keys::Rows { k, v } = tensors.keys else { unreachable!("as it is made") };
+    [k, v]
 }
 
 /// Device memory of one call.
@@ -502,9 +456,7 @@ impl Memory {
             stats: device.zeros(stats_words(shape.n_q_heads, shape.n_kv_heads)).unwrap(),
             // F16 needs the most.
             workspace: device
-                .zeros(
-                    Cuda::workspace_bytes(&call.shape, &terms(call), Element::Bf16, PvAccumulator::F16, false).unwrap(),
-                )
+                .zeros(Workspace::of(&on_device(call), Element::Bf16, PvAccumulator::F16, false).bytes)
                 .unwrap(),
             descales: device.upload(descales).unwrap(),
         }
@@ -523,8 +475,10 @@ impl Memory {
             };
             let tensors = Tensors {
                 q: self.inputs[0].view(element, call.shape.q_shape()).unwrap(),
-                k: self.inputs[1].view(element, call.shape.k_shape()).unwrap(),
-                v: self.inputs[2].view(element, call.shape.v_shape()).unwrap(),
+                keys: Keys::Rows {
+                    k: self.inputs[1].view(element, call.shape.k_shape()).unwrap(),
+                    v: self.inputs[2].view(element, call.shape.v_shape()).unwrap(),
+                },
                 descales: Descales { q: row(0), k: row(1), v: row(2), o: None, logit: None },
                 rope: None,
                 accumulator: PvAccumulator::default(),
@@ -575,7 +529,7 @@ fn strides_and_descales_of_a_batch() {
         let descales: Vec<f32> = (0..3 * batch * n_kv_heads).map(|i| 0.02 + 0.003 * i as f32).collect();
         let plain = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &descales);
         let (tensors, workspace) = plain.tensors(&call, Element::Bf16);
-        gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
         let want = plain.results();
         assert!(
             want.0.chunks_exact(2).all(|b| b != [0xff, 0xff]) && want.1.iter().all(|&b| !f32::from_bits(b).is_nan())
@@ -605,11 +559,11 @@ fn strides_and_descales_of_a_batch() {
             let q = [hq * len_q64 * d64, d64, len_q64 * d64, 1];
             t.q = View::new(t.q.ptr(), Element::Bf16, t.q.extents(), q);
             let kv = [2 * hkv * len_k64 * d64, 2 * d64, 2 * len_k64 * d64, 1];
-            let base = t.k.ptr();
-            t.k = View::new(base, Element::Bf16, t.k.extents(), kv);
-            t.v = View::new(base.offset(row as u64), Element::Bf16, t.v.extents(), kv);
+            let (base, extents) = (other.inputs[1].ptr(), call.shape.k_shape());
+            let k = View::new(base, Element::Bf16, extents, kv);
+            t.keys = Keys::Rows { k, v: View::new(base.offset(row as u64), Element::Bf16, extents, kv) };
         }
-        gpu.launch(&stream(), &terms(&call), &t, &workspace).unwrap();
+        gpu.launch(&stream(), &on_device(&call), &t, &workspace).unwrap();
         assert!(other.results() == want, "d {d}: strided operands differ from dense ones");
 
         // One descale for all by strides of 0.
@@ -618,7 +572,7 @@ fn strides_and_descales_of_a_batch() {
         let all = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &row);
         for memory in [&one, &all] {
             let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
-            gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
+            gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
         }
         assert!(one.results() == all.results(), "d {d}: broadcast descales");
     }
@@ -643,7 +597,7 @@ fn operands_that_are_e4m3_already() {
         let given = Memory::new(&call, [&codes[0], &codes[1], &codes[2]], &descales);
         for (memory, element) in [(&cast, Element::Bf16), (&given, Element::E4m3)] {
             let (tensors, workspace) = memory.tensors(&call, element);
-            gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
+            gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
         }
         let (cast, given) = (cast.results(), given.results());
         assert!(cast.0 == given.0 && cast.1 == given.1, "d {d}");
@@ -714,9 +668,9 @@ fn rope_is_rotation_then_cast() {
                 interleaved,
             });
         }
-        gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
         let (tensors, workspace) = apart.tensors(&call, Element::F32);
-        gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
+        gpu.launch(&stream(), &on_device(&call), &tensors, &workspace).unwrap();
         let values = |bytes: &[u8]| {
             bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect::<Vec<f32>>()
         };
@@ -750,8 +704,8 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
         let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
         let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
         let stream = stream();
-        gpu.prepare(&terms(&call), &tensors).unwrap();
-        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        gpu.prepare(&on_device(&call), &tensors).unwrap();
+        gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         let first = memory.results();
         let poison = |stream: &Stream| {
             memory.stats.clear(stream).unwrap();
@@ -760,17 +714,17 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
         };
         for _ in 0..10 {
             poison(&stream);
-            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}");
             assert!(memory.workspace.read().unwrap()[..Workspace::HEADER].iter().all(|&b| b == 0), "d {d}: the header");
         }
         // Which block takes which tiles, and after which others, changes nothing.
         for processors in [1, 7] {
             poison(&stream);
-            cuda().with_processors(processors).launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            cuda().with_processors(processors).launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}: {processors} multiprocessors");
         }
-        let graph = stream.capture(|stream| gpu.launch(stream, &terms(&call), &tensors, &workspace)).unwrap();
+        let graph = stream.capture(|stream| gpu.launch(stream, &on_device(&call), &tensors, &workspace)).unwrap();
         poison(&stream);
         graph.launch().unwrap();
         assert!(memory.results() == first, "d {d}: from a graph");
@@ -799,12 +753,12 @@ fn a_workspace_of_any_content_gives_the_same_bits() {
             let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
             let (tensors, workspace) = memory.tensors(&call, element);
             let stream = stream();
-            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
             let first = memory.results();
             memory.out.clear(&stream).unwrap();
             memory.stats.clear(&stream).unwrap();
             memory.workspace.write(&vec![0x7f; memory.workspace.len()]).unwrap();
-            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}, {element:?}");
         }
     }

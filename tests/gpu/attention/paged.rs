@@ -9,13 +9,20 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BlockTable, Mask, NewTokens, PageShape, PagedKv, reference,
+    AttentionCall, AttentionShape, BlockTable, Mask, NewTokens, PageShape, PagedKv, PvAccumulator, reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
-use sigmascale::device::attention::{self as gpu, Element, PagedEngine, PagedTensors, ValuePages};
+use sigmascale::device::attention::{self as gpu, Cuda, DeviceCall, Element, Keys, Tensors, ValuePages};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::OperandDescales;
 use sigmascale::stats::stats_words;
+
+tests![
+    decoding_over_pages_is_plain_attention,
+    drafts_and_chunks_over_pages_are_plain_attention,
+    pages_repeat_bit_for_bit_and_from_a_graph,
+    wrong_tables_are_named_and_harm_nothing,
+];
 
 /// NaN in E4M3.
 const NAN: u8 = 0x7f;
@@ -224,7 +231,7 @@ impl Setup {
         }
     }
 
-    fn tensors(&self) -> PagedTensors {
+    fn tensors(&self) -> Tensors {
         let Case { page_size, heads_q, heads_kv, d, new, .. } = self.case;
         let AttentionShape { batch, len_q, len_k, .. } = self.sizes;
         let bytes = |i: usize, element, extents| unsafe { self.buffers[i].view(element, extents).unwrap() };
@@ -242,30 +249,39 @@ impl Setup {
                 self.buffers[2].view(Element::E4m3, [self.pages, heads_kv, page_size / 16, d / 8, 8, 16]).unwrap()
             }),
         };
-        PagedTensors {
+        Tensors {
             q: bytes(0, if self.case.q8 { Element::E4m3 } else { Element::Bf16 }, [batch, len_q, heads_q, d]),
-            cache: gpu::PagedCache {
+            keys: Keys::Pages(gpu::Pages {
                 k: bytes(1, Element::E4m3, pages),
                 v,
                 block_table: unsafe { self.tables[0].view(Element::I32, [batch, len_k / page_size]).unwrap() },
                 lengths: unsafe { self.tables[1].view(Element::I32, [batch]).unwrap() },
-            },
-            new,
+                new,
+            }),
             descales: gpu::Descales { q: Some(row(0)), k: Some(row(1)), v: Some(row(2)), o: None, logit: None },
-            rope: self.case.rope.map(|interleaved| gpu::PagedRope { cosine: table(3), sine: table(4), interleaved }),
+            rope: self.case.rope.map(|interleaved| {
+                let (cosine, sine) = (table(3), table(4));
+                gpu::Rope { cosine, sine, positions: None, interleaved }
+            }),
+            accumulator: PvAccumulator::default(),
+            saved: None,
             out: bytes(5, Element::Bf16, [batch, len_q, heads_q, d]),
             lse: Some(unsafe { self.lse.view(Element::F32, [batch, heads_q, len_q]).unwrap() }),
             stats: Some(unsafe { self.words.view(Element::U32, [stats_words(heads_q, heads_kv)]).unwrap() }),
         }
     }
 
-    fn launch(&self, engine: &PagedEngine, stream: &Stream, tensors: &PagedTensors) -> sigmascale::Result<()> {
-        let bytes = PagedEngine::workspace_bytes(tensors)?;
+    fn call(&self) -> DeviceCall {
+        let mask = Mask { causal: self.case.causal, ..Mask::NONE };
+        DeviceCall { mask, ..DeviceCall::causal(self.sizes) }
+    }
+
+    fn launch(&self, engine: &Cuda, stream: &Stream, tensors: &Tensors) -> sigmascale::Result<()> {
+        let bytes = Cuda::workspace_bytes(&self.call(), tensors)?;
         let memory = device().upload(&vec![0xa5u8; bytes])?;
         // SAFETY: the memory is freed after the work, which is waited for.
         let workspace = unsafe { memory.view(Element::U8, [bytes])? };
-        let scale = (self.case.d as f32).sqrt().recip();
-        engine.forward(stream, tensors, self.case.causal, scale, &workspace)?;
+        engine.launch(stream, &self.call(), tensors, &workspace)?;
         stream.synchronize()
     }
 
@@ -354,7 +370,7 @@ impl Setup {
 }
 
 fn check(cases: impl IntoIterator<Item = Case>) {
-    let engine = |processors| PagedEngine::new(device()).unwrap().with_processors(processors);
+    let engine = |processors| Cuda::new(device()).unwrap().with_processors(processors);
     let (all, few) = (engine(usize::MAX), engine(3));
     let mut wrong = Vec::new();
     for (seed, case) in cases.into_iter().enumerate() {
@@ -374,7 +390,7 @@ fn every_layout(case: &Case) -> impl Iterator<Item = Case> {
     [(false, 128), (true, 128), (false, 64), (true, 64)].map(|(rows, d)| Case { rows, d, ..case.clone() }).into_iter()
 }
 
-pub fn decoding_over_pages_is_plain_attention() {
+fn decoding_over_pages_is_plain_attention() {
     check(
         [16, 32, 64, 128, 256]
             .into_iter()
@@ -402,7 +418,7 @@ pub fn decoding_over_pages_is_plain_attention() {
     check(cases);
 }
 
-pub fn drafts_and_chunks_over_pages_are_plain_attention() {
+fn drafts_and_chunks_over_pages_are_plain_attention() {
     let drafts = Case { len_q: 4, new: 4, ..Case::decode(&LENGTHS, 64) };
     // Queries that see no key, since there are fewer of these.
     let few = Case { len_q: 4, new: 0, lengths: vec![0, 1, 2, 3, 4, 5, 130], ..drafts.clone() };
@@ -419,18 +435,17 @@ pub fn drafts_and_chunks_over_pages_are_plain_attention() {
     check(cases);
 }
 
-pub fn pages_repeat_bit_for_bit_and_from_a_graph() {
+fn pages_repeat_bit_for_bit_and_from_a_graph() {
     let case = Case { rows: true, new: 0, lengths: vec![9000, 77, 4000], ..Case::decode(&[], 64) };
     let setup = Setup::new(&case, 5);
-    let (engine, stream, tensors) = (PagedEngine::new(device()).unwrap(), stream(), setup.tensors());
+    let (engine, stream, tensors) = (Cuda::new(device()).unwrap(), stream(), setup.tensors());
     setup.launch(&engine, &stream, &tensors).unwrap();
     let first = setup.buffers[5].read().unwrap();
-    let bytes = PagedEngine::workspace_bytes(&tensors).unwrap();
+    let bytes = Cuda::workspace_bytes(&setup.call(), &tensors).unwrap();
     let memory: Buffer<u8> = device().zeros(bytes).unwrap();
     // SAFETY: the memory outlives the graph's work, which is waited for.
     let workspace = unsafe { memory.view(Element::U8, [bytes]).unwrap() };
-    let graph =
-        stream.capture(|stream| engine.forward(stream, &tensors, true, (128f32).sqrt().recip(), &workspace)).unwrap();
+    let graph = stream.capture(|stream| engine.launch(stream, &setup.call(), &tensors, &workspace)).unwrap();
     for _ in 0..3 {
         setup.buffers[5].write(&vec![0xff; first.len()]).unwrap();
         graph.launch().unwrap();
@@ -446,10 +461,10 @@ pub fn pages_repeat_bit_for_bit_and_from_a_graph() {
     assert!(setup.buffers[5].read().unwrap() == replayed && replayed != first);
 }
 
-pub fn wrong_tables_are_named_and_harm_nothing() {
+fn wrong_tables_are_named_and_harm_nothing() {
     let case = Case { rows: true, ..Case::decode(&[100, 60], 64) };
-    let checking = PagedEngine::new(device()).unwrap().with_table_checks(true);
-    let plain = PagedEngine::new(device()).unwrap();
+    let checking = Cuda::new(device()).unwrap().with_table_checks(true);
+    let plain = Cuda::new(device()).unwrap();
     let good = Setup::new(&case, 9);
     good.launch(&checking, &stream(), &good.tensors()).unwrap();
     type Change = fn(&mut [i32], &mut [i32]);

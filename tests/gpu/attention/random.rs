@@ -13,10 +13,12 @@ use sigmascale::attention::{AttentionShape, Mask, Padding, PvAccumulator, Sequen
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{Arg, Buffer, DevicePtr, Kernel, Launch, Stream};
 use sigmascale::device::attention::{
-    Cuda, Descales, Element, SavedOperands, Sequences, Tensors, Terms, View, Workspace,
+    Cuda, Descales, DeviceCall, Element, Keys, SavedOperands, SavedRows, Sequences, Tensors, View, Workspace,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::stats::stats_words;
+
+tests![random_shapes,];
 
 const REFERENCE: Source =
     Source { name: "attention/reference", text: include_str!("../../../kernels/attention/reference.cu") };
@@ -278,8 +280,10 @@ impl Bench {
             };
             let tensors = Tensors {
                 q: View::dense(at[0], operand, [batch, len_q, n_q_heads, d_head]),
-                k: View::dense(at[1], operand, [batch, len_k, n_kv_heads, d_head]),
-                v: View::dense(at[2], operand, [batch, len_k, n_kv_heads, d_v]),
+                keys: Keys::Rows {
+                    k: View::dense(at[1], operand, [batch, len_k, n_kv_heads, d_head]),
+                    v: View::dense(at[2], operand, [batch, len_k, n_kv_heads, d_v]),
+                },
                 descales: Descales {
                     q: row(0),
                     k: row(1),
@@ -293,8 +297,7 @@ impl Bench {
                     q: View::dense(saved[0].ptr(), Element::E4m3, [batch, len_q, n_q_heads, d_head]),
                     k: View::dense(saved[1].ptr(), Element::E4m3, [batch, len_k, n_kv_heads, d_head]),
                     v: View::dense(saved[2].ptr(), Element::E4m3, [batch, len_k, n_kv_heads, d_v]),
-                    row_max: None,
-                    residual: None,
+                    rows: SavedRows::Nothing,
                 }),
                 out: self.out.view(element, [batch, len_q, n_q_heads, d_v]).unwrap(),
                 lse: Some(self.lse.view(Element::F32, [batch, n_q_heads, len_q]).unwrap()),
@@ -307,10 +310,16 @@ impl Bench {
             .sinks
             .then(|| unsafe { self.sinks.view(Element::F32, [24]).unwrap() })
             .map(|all| unsafe { View::dense(all.ptr(), Element::F32, [n_q_heads]) });
-        let terms =
-            Terms { mask: case.mask, softmax_scale: case.softmax_scale, soft_cap: case.soft_cap, sinks, sequences };
+        let call = DeviceCall {
+            shape: tensors.shape(),
+            mask: case.mask,
+            softmax_scale: case.softmax_scale.into(),
+            soft_cap: case.soft_cap.map(f64::from),
+            sequences,
+            sinks,
+        };
         self.attention[usize::from(case.split)][case.backend]
-            .launch(&self.stream, &terms, &tensors, &workspace)
+            .launch(&self.stream, &call, &tensors, &workspace)
             .unwrap();
 
         let sizes = Arg::Words([
@@ -504,7 +513,7 @@ fn telemetry_differs(stats: &[u32], plain: &[u32], case: &Case) -> Option<String
 }
 
 /// Output, LSE and telemetry of random calls; outputs are poisoned before, and guarded behind.
-pub fn random_shapes() {
+fn random_shapes() {
     let seed = setting("SIGMASCALE_RANDOM_SEED", 1);
     let mut rng = StdRng::seed_from_u64(seed);
     let mut bench = Bench::new(&mut rng);

@@ -1,6 +1,6 @@
 //! Calls with few queries in parts beside the same calls in whole tiles.
 
-use super::{Memory, cuda, distance, stream, terms, wide};
+use super::{Memory, cuda, distance, on_device, stream, wide};
 use crate::device;
 use half::bf16;
 use rand::SeedableRng;
@@ -10,6 +10,8 @@ use sigmascale::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::Buffer;
 use sigmascale::device::attention::{Cuda, Element, Split};
 use sigmascale::fp8::{Format, OnOverflow};
+
+tests![split_calls_are_the_whole_ones, parts_of_wide_keys_follow_each_other,];
 
 /// (batch, query heads, KV heads, queries, keys): many parts and a single one, tiles that heads do not fill, one consumer and
 /// two, queries that see no key.
@@ -53,7 +55,7 @@ fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<u
             // SAFETY: the buffer outlives the work, which `results` waits for.
             tensors.descales.logit = Some(unsafe { logit_descales.view(Element::F32, [n_q_heads]).unwrap() });
         }
-        cuda().with_split(split).launch(&stream(), &terms(call), &tensors, &workspace).unwrap();
+        cuda().with_split(split).launch(&stream(), &on_device(call), &tensors, &workspace).unwrap();
         memory.results()
     };
     let (have, want) = (run(true), run(false));
@@ -88,7 +90,7 @@ fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<u
     (None, parts)
 }
 
-pub fn split_calls_are_the_whole_ones() {
+fn split_calls_are_the_whole_ones() {
     let (mut joined, mut single) = (0, 0);
     let plain = SHAPES.into_iter().flat_map(|shape| {
         [(64, false), (64, true), (128, false), (128, true)].map(|(d_head, logits)| (shape, d_head, logits))
@@ -107,7 +109,7 @@ pub fn split_calls_are_the_whole_ones() {
 }
 
 /// Blocks that take one part after another, with room for two tiles of keys and values: a block that waited for the third would hang.
-pub fn parts_of_wide_keys_follow_each_other() {
+fn parts_of_wide_keys_follow_each_other() {
     for (d_head, d_v) in [(256, 128), (208, 72)] {
         let shape = AttentionShape { batch: 3, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 4000, d_head, d_v };
         let call = AttentionCall::causal(shape);
@@ -120,12 +122,12 @@ pub fn parts_of_wide_keys_follow_each_other() {
             let memory = Memory::new(&call, [&q, &k, &v], &[1.0; 3]);
             let (mut tensors, _) = memory.tensors(&call, Element::Bf16);
             tensors.accumulator = PvAccumulator::F16;
-            let terms = terms(&call);
-            let bytes = Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::F16, false).unwrap();
+            let call = on_device(&call);
+            let bytes = Cuda::workspace_bytes(&call, &tensors).unwrap();
             let scratch: Buffer<u8> = device().zeros(bytes).unwrap();
             // SAFETY: the memory outlives the work, which `results` waits for.
             let workspace = unsafe { scratch.view(Element::U8, [bytes]).unwrap() };
-            cuda().with_processors(processors).launch(&stream(), &terms, &tensors, &workspace).unwrap();
+            cuda().with_processors(processors).launch(&stream(), &call, &tensors, &workspace).unwrap();
             memory.results()
         };
         assert!(Split::of(&shape, false).is_some_and(|split| split.parts > 1), "d_head {d_head}");

@@ -1,4 +1,4 @@
-//! The stabilized softmax: a row whose maximum repeats is shifted further, so that no P is exactly one.
+//! The shifted softmax: a row whose maximum repeats is shifted further, so that no P is exactly one.
 //!
 //! With several P equal to one, sums of P V in bf16 round with a bias that made trainings diverge. For the row maximum
 //! `r` of a key tile and `n`, the number of its logits within `epsilon` of `r`:
@@ -10,7 +10,7 @@
 //! Any m gives the same softmax in exact arithmetic. Source: "Why Low-Precision Transformer Training Fails", Algorithm 3
 //! (its line 10 drops the second case; section 4 has it). A maximum of exactly zero stays as it is, as there.
 //!
-//! **Departure.** m moves by at most [`Stabilised::MAX_SHIFT`] nats. The paper's m has no limit: with beta = 2 and a
+//! **Departure.** m moves by at most [`ShiftedSoftmax::MAX_SHIFT`] nats. The paper's m has no limit: with beta = 2 and a
 //! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0. Past the limit m still moves with the row's maximum
 //! ([`ShiftLimit`](super::ShiftLimit)), since the same shift on every row would bias P.
 //!
@@ -23,13 +23,13 @@ use super::backend::AttentionOutput;
 use super::call::{AttentionCall, Inputs};
 use super::cpu;
 use super::precision::{Precision, Probabilities};
-use super::shift::{Shift, ShiftLimit, Stabilised};
+use super::shift::{Shift, ShiftLimit, ShiftedSoftmax};
 use crate::error::{Error, Result};
 use crate::plan::ScalePlan;
 
-/// What [`Stabilised::forward`] gives back.
+/// What [`ShiftedSoftmax::forward`] gives back.
 #[derive(Clone, Debug, PartialEq)]
-pub struct StabilisedOutput {
+pub struct ShiftedOutput {
     /// Output, log-sum-exp and statistics.
     pub output: AttentionOutput,
     /// Repeated maxima per query head (`n_q`): pairs of a row and a tile of keys (64, or those of
@@ -38,12 +38,12 @@ pub struct StabilisedOutput {
     pub repeated: Vec<u64>,
 }
 
-impl Stabilised {
+impl ShiftedSoftmax {
     /// The CPU backend's forward with this softmax.
     ///
     /// # Errors
     /// If P is in E4M3 or F16 and the limit is not [`ShiftLimit::Octave`] (`is_unsupported`), if `beta` is not above 1, `epsilon`
-    /// is negative or a fixed limit is not above zero and at most [`Stabilised::MAX_SHIFT`], and as
+    /// is negative or a fixed limit is not above zero and at most [`ShiftedSoftmax::MAX_SHIFT`], and as
     /// [`Attention::forward`](super::Attention::forward).
     pub fn forward(
         &self,
@@ -51,11 +51,11 @@ impl Stabilised {
         inputs: &Inputs<'_>,
         plan: &ScalePlan,
         precision: &Precision,
-    ) -> Result<StabilisedOutput> {
+    ) -> Result<ShiftedOutput> {
         let scaled = matches!(precision.probabilities, Probabilities::E4m3 | Probabilities::F16);
         if scaled && self.limit != ShiftLimit::Octave {
             return Err(Error::unsupported(
-                "with P in E4M3 or F16 the stabilised softmax needs ShiftLimit::Octave: a longer shift makes every P of a row \
+                "with P in E4M3 or F16 the shifted softmax needs ShiftLimit::Octave: a longer shift makes every P of a row \
                  zero, in E4M3 above 12.5 nats and in F16 above 23",
             ));
         }
@@ -73,7 +73,7 @@ impl Stabilised {
                 Self::MAX_SHIFT
             )));
         }
-        let (output, repeated) = cpu::forward(call, inputs, plan, precision, Shift::Stabilised(*self))?;
-        Ok(StabilisedOutput { output, repeated })
+        let (output, repeated) = cpu::forward(call, inputs, plan, precision, Shift::Further(*self))?;
+        Ok(ShiftedOutput { output, repeated })
     }
 }

@@ -1,12 +1,12 @@
-//! What a call on a paged KV cache is made of, and the rules it has to keep.
+//! Keys in the pages of a cache: their rules, and the workspace of a call on them.
 
-use super::call::{Descales, expect_disjoint};
+use super::call::{Tensors, expect_disjoint};
 use super::regions::{Regions, check_workspace};
+use super::terms::DeviceCall;
 use super::tile::{PARTS_BYTES, PROCESSORS, Split};
-use crate::attention::AttentionShape;
+use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
-use crate::stats::stats_words;
 use std::ops::RangeInclusive;
 
 /// Tokens of a page.
@@ -26,7 +26,7 @@ pub enum ValuePages {
 
 /// Keys and values in pages, E4M3.
 #[derive(Clone, Copy, Debug)]
-pub struct PagedCache {
+pub struct Pages {
     /// Keys, `(pages, page_size, heads_kv, d)`; 16-byte aligned, strides multiples of 16. `page_size` is a power of two from 16 to 256.
     pub k: View<4>,
     /// Values.
@@ -36,6 +36,8 @@ pub struct PagedCache {
     pub block_table: View<2>,
     /// Tokens of each sequence that are in the cache before the call, i32, `(sequences)`.
     pub lengths: View<1>,
+    /// Tokens that the call appends before it attends. The lengths stay as they are: the caller counts the tokens.
+    pub new: Option<NewTokens>,
 }
 
 /// Tokens to append: BF16, F16 or F32, of one type, `(sequences, tokens, heads_kv, d)`; 16-byte aligned, strides multiples of 8.
@@ -47,100 +49,51 @@ pub struct NewTokens {
     pub v: View<4>,
 }
 
-/// Rotary embedding of queries and new keys by their places in their sequences; tables as in [`super::Rope`].
-#[derive(Clone, Copy, Debug)]
-pub struct PagedRope {
-    /// Cosines, f32, `(positions, rotary / 2)` without gaps.
-    pub cosine: View<2>,
-    /// Sines, likewise.
-    pub sine: View<2>,
-    /// Pairs are `(2i, 2i + 1)` rather than `(i, i + rotary / 2)`.
-    pub interleaved: bool,
-}
+impl Pages {
+    /// Tokens of a page.
+    pub(super) fn page_size(&self) -> usize {
+        self.k.extents()[1]
+    }
 
-/// What one call on a paged cache reads and writes.
-#[derive(Clone, Copy, Debug)]
-pub struct PagedTensors {
-    /// Queries, `(sequences, len_q, heads_q, d)`: as [`super::Tensors::q`]. The last query of a sequence stands at its last key.
-    pub q: View<4>,
-    /// The cache. New tokens are written to it.
-    pub cache: PagedCache,
-    /// Tokens that the call appends before it attends. The lengths stay as they are: the caller counts the tokens.
-    pub new: Option<NewTokens>,
-    /// Descales by `(sequences, heads_kv)`; none of the logits.
-    pub descales: Descales,
-    /// Rotation of q and of new keys; not for queries in E4M3.
-    pub rope: Option<PagedRope>,
-    /// Output, as [`super::Tensors::out`].
-    pub out: View<4>,
-    /// Log-sum-exp in nats, f32, `(sequences, heads_q, len_q)` without gaps; `-inf` where a row sees no key.
-    pub lse: Option<View<3>>,
-    /// Telemetry, as [`super::Tensors::stats`]. Casts are those of queries and new tokens.
-    pub stats: Option<View<1>>,
-}
-
-impl PagedTensors {
-    /// Sizes of the call, after all rules were checked; `len_k` is what the block table has room for.
-    ///
-    /// # Errors
-    /// Names the argument and the rule.
-    pub fn check(&self) -> Result<AttentionShape> {
-        let [batch, len_q, heads_q, d_head] = self.q.extents();
-        let [pages, page_size, heads_kv, _] = self.cache.k.extents();
-        if !page_size.is_power_of_two() || !PAGE_SIZES.contains(&page_size) {
-            return Err(Error::unsupported(format_args!(
-                "pages of {page_size} tokens: the GPU takes 16, 32, 64, 128 and 256"
-            )));
-        }
-        let [_, pages_per_sequence] = self.cache.block_table.extents();
-        let len_k = pages_per_sequence.saturating_mul(page_size);
-        let sizes =
-            AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
-        sizes.check_on_gpu()?;
-        sizes.check_64_or_128("attention over pages")?;
-        self.cache.check(&sizes, pages)?;
-        let element = self.q.element();
-        self.q.expect("q", &[Element::Bf16, Element::F16, Element::F32, Element::E4m3], sizes.q_shape())?;
-        self.q.expect_aligned("q", 16, if element == Element::E4m3 { 16 } else { 8 })?;
-        if let Some(new) = &self.new {
-            new.check(&sizes, element)?;
-        }
-        self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.q_shape())?;
-        self.out.expect_aligned("out", 16, 8)?;
-        expect_disjoint("out", &self.out)?;
-        let d = &self.descales;
-        for (name, x) in [("q descale", d.q), ("k descale", d.k), ("v descale", d.v), ("o descale", d.o)] {
-            if let Some(x) = x {
-                x.expect(name, &[Element::F32], [batch, heads_kv])?;
-                x.expect_aligned(name, 4, 1)?;
-            }
-        }
-        if d.logit.is_some() {
-            return Err(Error::unsupported("logits in E4M3 are not offered with a paged cache"));
-        }
-        if let Some(x) = &self.lse {
-            x.expect_dense("lse", Element::F32, sizes.lse_shape())?;
-        }
-        if let Some(x) = &self.stats {
-            x.expect_dense("stats", Element::U32, [stats_words(heads_q, heads_kv)])?;
-            x.expect_aligned("stats", 16, 1)?;
-        }
-        if let Some(rope) = &self.rope {
-            rope.check(&sizes, element)?;
-        }
-        Ok(sizes)
+    /// Tokens of a sequence that the block table has room for.
+    pub(super) fn capacity(&self) -> usize {
+        self.block_table.extents()[1].saturating_mul(self.page_size())
     }
 
     /// New tokens of a sequence.
     pub(super) fn added(&self) -> usize {
         self.new.map_or(0, |new| new.k.extents()[1])
     }
-}
 
-impl PagedCache {
-    fn check(&self, sizes: &AttentionShape, pages: usize) -> Result<()> {
+    /// Checks the cache, and that the call has nothing that is not offered over pages.
+    pub(super) fn check(&self, call: &DeviceCall, tensors: &Tensors) -> Result<()> {
+        let ([pages, page_size, ..], sizes) = (self.k.extents(), &call.shape);
+        if !page_size.is_power_of_two() || !PAGE_SIZES.contains(&page_size) {
+            return Err(Error::unsupported(format_args!(
+                "pages of {page_size} tokens: the GPU takes 16, 32, 64, 128 and 256"
+            )));
+        }
+        sizes.check_64_or_128("attention over pages")?;
+        let (_, features) = call.features();
+        for (what, given) in [
+            ("a window is", features.window),
+            ("lists of sequences are", features.varlen),
+            ("a soft-cap is", features.soft_cap),
+            ("sinks are", features.sink),
+            ("logits in E4M3 are", tensors.descales.logit.is_some()),
+            ("saved operands are", tensors.keeps() != Keeps::Nothing),
+        ] {
+            if given {
+                return Err(Error::unsupported(format_args!("{what} not offered over pages")));
+            }
+        }
+        self.check_cache(sizes, pages)?;
+        self.new.map_or(Ok(()), |new| new.check(sizes, tensors.q.element()))
+    }
+
+    fn check_cache(&self, sizes: &AttentionShape, pages: usize) -> Result<()> {
         let AttentionShape { batch, n_kv_heads, d_head, .. } = *sizes;
-        let [_, page_size, ..] = self.k.extents();
+        let page_size = self.page_size();
         if pages > i32::MAX as usize {
             return Err(Error::unsupported(format_args!("{pages} pages are more than the GPU takes: {}", i32::MAX)));
         }
@@ -194,40 +147,9 @@ impl NewTokens {
     }
 }
 
-impl PagedRope {
-    /// Rotated dimensions of a head.
-    pub fn rotary(&self) -> usize {
-        2 * self.cosine.extents()[1]
-    }
-
-    fn check(&self, sizes: &AttentionShape, q: Element) -> Result<()> {
-        if q == Element::E4m3 {
-            return Err(Error::argument("E4M3 operands cannot be rotated: RoPE comes before the cast"));
-        }
-        let (rotary, rows) = (self.rotary(), self.cosine.extents()[0]);
-        if rotary == 0 || !rotary.is_multiple_of(8) || rotary > sizes.d_head {
-            return Err(Error::argument(format_args!(
-                "rotary dimension {rotary} must be a multiple of 8 up to the head dimension {}",
-                sizes.d_head
-            )));
-        }
-        for (name, table) in [("RoPE cosines", &self.cosine), ("RoPE sines", &self.sine)] {
-            table.expect_dense(name, Element::F32, [rows, rotary / 2])?;
-            table.expect_aligned(name, 16, 1)?;
-        }
-        if rows < sizes.len_k {
-            return Err(Error::argument(format_args!(
-                "RoPE tables of {rows} positions do not reach the {} tokens that the block table has room for",
-                sizes.len_k
-            )));
-        }
-        Ok(())
-    }
-}
-
 /// Where a call keeps what passes between its kernels, in bytes from the start of the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PagedWorkspace {
+pub struct PagesWorkspace {
     /// Number of each sequence's first part.
     pub(super) starts: usize,
     /// The parts.
@@ -242,7 +164,7 @@ pub struct PagedWorkspace {
     pub bytes: usize,
 }
 
-impl PagedWorkspace {
+impl PagesWorkspace {
     /// Bytes for the counter of work items.
     const HEADER: usize = 256;
 
@@ -278,7 +200,9 @@ impl PagedWorkspace {
 
 #[cfg(test)]
 mod tests {
+    use super::super::call::{Descales, Keys, Rope};
     use super::*;
+    use crate::attention::{Mask, PvAccumulator};
     use crate::cuda::DevicePtr;
 
     // SAFETY of every view below: nothing is launched in these tests.
@@ -286,78 +210,105 @@ mod tests {
         unsafe { View::dense(DevicePtr(1 << 20), element, extents) }
     }
 
-    fn tensors() -> PagedTensors {
+    fn pages() -> Pages {
         let new = dense(Element::Bf16, [3, 2, 2, 128]);
-        PagedTensors {
-            q: dense(Element::Bf16, [3, 2, 8, 128]),
-            cache: PagedCache {
-                k: dense(Element::E4m3, [50, 64, 2, 128]),
-                v: ValuePages::Tiled(dense(Element::E4m3, [50, 2, 4, 16, 8, 16])),
-                block_table: dense(Element::I32, [3, 10]),
-                lengths: dense(Element::I32, [3]),
-            },
+        Pages {
+            k: dense(Element::E4m3, [50, 64, 2, 128]),
+            v: ValuePages::Tiled(dense(Element::E4m3, [50, 2, 4, 16, 8, 16])),
+            block_table: dense(Element::I32, [3, 10]),
+            lengths: dense(Element::I32, [3]),
             new: Some(NewTokens { k: new, v: new }),
+        }
+    }
+
+    fn tensors(pages: Pages) -> Tensors {
+        Tensors {
+            q: dense(Element::Bf16, [3, 2, 8, 128]),
+            keys: Keys::Pages(pages),
             descales: Descales::default(),
             rope: None,
+            accumulator: PvAccumulator::default(),
+            saved: None,
             out: dense(Element::Bf16, [3, 2, 8, 128]),
             lse: None,
             stats: None,
         }
     }
 
+    fn call(tensors: &Tensors) -> DeviceCall {
+        DeviceCall::causal(tensors.shape())
+    }
+
     #[test]
     fn a_call_has_the_room_of_its_block_table() {
-        let sizes = tensors().check().unwrap();
+        let tiled = tensors(pages());
         let want =
             AttentionShape { batch: 3, n_q_heads: 8, n_kv_heads: 2, len_q: 2, len_k: 640, d_head: 128, d_v: 128 };
-        assert_eq!(sizes, want);
-        let mut rows = tensors();
-        rows.cache.v = ValuePages::Rows(dense(Element::E4m3, [50, 64, 2, 128]));
-        assert!(rows.check().is_ok());
+        assert_eq!(tiled.shape(), want);
+        let rows = tensors(Pages { v: ValuePages::Rows(dense(Element::E4m3, [50, 64, 2, 128])), ..pages() });
+        assert!([tiled, rows].iter().all(|tensors| tensors.check(&call(tensors)).is_ok()));
     }
 
     #[test]
     fn what_breaks_a_rule_is_named() {
-        type Change = fn(&mut PagedTensors);
-        let cases: [(&str, Change); 14] = [
-            ("pages of 48 tokens", |t| t.cache.k = dense(Element::E4m3, [50, 48, 2, 128])),
-            ("pages of 512 tokens", |t| t.cache.k = dense(Element::E4m3, [50, 512, 2, 128])),
-            ("k pages is Bf16", |t| t.cache.k = dense(Element::Bf16, [50, 64, 2, 128])),
-            ("v pages has shape", |t| t.cache.v = ValuePages::Rows(dense(Element::E4m3, [49, 64, 2, 128]))),
-            ("v pages must be contiguous in their last four", |t| {
+        type Change = fn(&mut Pages);
+        let cases: [(&str, Change); 10] = [
+            ("pages of 48 tokens", |p| p.k = dense(Element::E4m3, [50, 48, 2, 128])),
+            ("pages of 512 tokens", |p| p.k = dense(Element::E4m3, [50, 512, 2, 128])),
+            ("k pages is Bf16", |p| p.k = dense(Element::Bf16, [50, 64, 2, 128])),
+            ("v pages has shape", |p| p.v = ValuePages::Rows(dense(Element::E4m3, [49, 64, 2, 128]))),
+            ("v pages must be contiguous in their last four", |p| {
                 let (extents, strides) = ([50, 2, 4, 16, 8, 16], [16384, 8192, 2048, 16, 256, 1]);
                 let v = unsafe { View::new(DevicePtr(1 << 20), Element::E4m3, extents, strides) };
-                t.cache.v = ValuePages::Tiled(v);
+                p.v = ValuePages::Tiled(v);
             }),
-            ("block table is F32", |t| t.cache.block_table = dense(Element::F32, [3, 10])),
-            ("block table has shape", |t| t.cache.block_table = dense(Element::I32, [4, 10])),
-            ("lengths has shape", |t| t.cache.lengths = dense(Element::I32, [4])),
-            ("700 new tokens", |t| {
+            ("block table is F32", |p| p.block_table = dense(Element::F32, [3, 10])),
+            ("block table has shape", |p| p.block_table = dense(Element::I32, [4, 10])),
+            ("lengths has shape", |p| p.lengths = dense(Element::I32, [4])),
+            ("700 new tokens", |p| {
                 let x = dense(Element::Bf16, [3, 700, 2, 128]);
-                t.new = Some(NewTokens { k: x, v: x });
+                p.new = Some(NewTokens { k: x, v: x });
             }),
-            ("new k is E4m3", |t| {
+            ("new k is E4m3", |p| {
                 let x = dense(Element::E4m3, [3, 2, 2, 128]);
-                t.new = Some(NewTokens { k: x, v: x });
-            }),
-            ("must be of q's type", |t| t.q = dense(Element::F16, [3, 2, 8, 128])),
-            ("logits in E4M3", |t| t.descales.logit = Some(dense(Element::F32, [8]))),
-            ("do not reach the 640 tokens", |t| {
-                let table = dense(Element::F32, [639, 64]);
-                t.rope = Some(PagedRope { cosine: table, sine: table, interleaved: false });
-            }),
-            ("cannot be rotated", |t| {
-                let table = dense(Element::F32, [640, 64]);
-                t.rope = Some(PagedRope { cosine: table, sine: table, interleaved: false });
-                t.q = dense(Element::E4m3, [3, 2, 8, 128]);
+                p.new = Some(NewTokens { k: x, v: x });
             }),
         ];
-        for (message, change) in cases {
-            let mut call = tensors();
-            change(&mut call);
-            let error = call.check().unwrap_err();
+        let refused = |tensors: Tensors, call: DeviceCall, message: &str| {
+            let error = tensors.check(&call).unwrap_err();
             assert!(error.to_string().contains(message), "{error}");
+        };
+        for (message, change) in cases {
+            let mut changed = pages();
+            change(&mut changed);
+            let tensors = tensors(changed);
+            refused(tensors, call(&tensors), message);
         }
+        let plain = tensors(pages());
+        let table = |rows| {
+            let table = dense(Element::F32, [rows, 64]);
+            Some(Rope { cosine: table, sine: table, positions: None, interleaved: false })
+        };
+        let cases: [(&str, Tensors); 6] = [
+            ("must be of q's type", Tensors { q: dense(Element::F16, [3, 2, 8, 128]), ..plain }),
+            ("logits in E4M3", {
+                let logit = Some(dense(Element::F32, [8]));
+                Tensors { descales: Descales { logit, ..Descales::default() }, ..plain }
+            }),
+            ("over pages P V is not", Tensors { accumulator: PvAccumulator::F16, ..plain }),
+            ("do not reach 640 keys", Tensors { rope: table(639), ..plain }),
+            ("cannot be rotated", Tensors { rope: table(640), q: dense(Element::E4m3, [3, 2, 8, 128]), ..plain }),
+            ("positions are not offered", {
+                let positions = Some(dense(Element::I32, [3, 640]));
+                Tensors { rope: table(640).map(|rope| Rope { positions, ..rope }), ..plain }
+            }),
+        ];
+        for (message, tensors) in cases {
+            refused(tensors, call(&tensors), message);
+        }
+        refused(plain, DeviceCall { mask: Mask::sliding(9), ..call(&plain) }, "a window is not offered over pages");
+        refused(plain, DeviceCall { soft_cap: Some(50.0), ..call(&plain) }, "a soft-cap is not offered over pages");
+        refused(plain, DeviceCall { softmax_scale: 0.0, ..call(&plain) }, "softmax scale 0");
     }
 
     #[test]
@@ -371,14 +322,14 @@ mod tests {
             d_head: 128,
             d_v: 128,
         };
-        let one = PagedWorkspace::of(&sizes(1, 1, 65_536), Element::Bf16);
+        let one = PagesWorkspace::of(&sizes(1, 1, 65_536), Element::Bf16);
         assert_eq!(one.most_parts, 1 + WAVES * PROCESSORS / 8);
         assert!(one.joins(&sizes(1, 1, 65_536)) && one.bytes < PARTS_BYTES);
         // One tile of keys a sequence is one part.
-        assert_eq!(PagedWorkspace::of(&sizes(1, 1, 128), Element::Bf16).most_parts, 2);
+        assert_eq!(PagesWorkspace::of(&sizes(1, 1, 128), Element::Bf16).most_parts, 2);
         // So many rows fill the device by themselves.
         let many = sizes(64, 512, 8192);
-        let w = PagedWorkspace::of(&many, Element::Bf16);
+        let w = PagesWorkspace::of(&many, Element::Bf16);
         assert!(!w.joins(&many) && w.bytes < w.q + many.q_elements() + 1024);
         let short = dense(Element::U8, [w.bytes - 1]);
         assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
