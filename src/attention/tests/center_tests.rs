@@ -422,3 +422,21 @@ fn a_center_of_another_shape_is_refused() {
     assert!(error.is_mismatch(), "{error}");
     assert_eq!(error.to_string(), "the center of k has 2 heads, expected 2 of 32 channels each");
 }
+
+/// What lets dQ use K - c is that rows of dS sum to zero. A soft-cap multiplies dS by its slope and a sink takes a share, so they do
+/// not there. With one query, the sum over the keys of dK is that sum times tau q.
+#[test]
+fn rows_of_ds_sum_to_zero_without_soft_cap_and_sinks() {
+    let case = Case::new(13);
+    let shape = AttentionShape { n_q_heads: 1, len_q: 1, ..case.shape };
+    let q = &case.q[..D];
+    let d_out: Vec<f64> = (0..D).map(|i| (i as f64 * 0.7).sin()).collect();
+    let sum = |soft_cap: Option<f64>, sinks: Option<&[f64]>| {
+        let call = AttentionCall { soft_cap, sinks, softmax_scale: TAU, ..AttentionCall::causal(shape) };
+        let dk = reference_backward(&call, q, &case.k, &case.v, &d_out).unwrap().dk;
+        (0..D).map(|c| dk.iter().skip(c).step_by(D).sum::<f64>() / q[c]).fold(0.0, |a: f64, x| a.max(x.abs()))
+    };
+    assert!(sum(None, None) < 1e-13);
+    assert!(sum(Some(1.0), None) > 1e-3, "{}", sum(Some(1.0), None));
+    assert!(sum(None, Some(&[0.5])) > 1e-3, "{}", sum(None, Some(&[0.5])));
+}
