@@ -155,7 +155,7 @@ fn nothing_passes_the_bound_of_centered_keys_and_values() {
             }
         }
     }
-    assert!(attained > 60 && lower > 10, "{attained} {lower}");
+    assert!(attained > 40 && lower > 5, "{attained} {lower}");
 }
 
 /// The ranges over angles are those over the positions of a long sequence, and cover those of a short one.
@@ -346,7 +346,7 @@ fn layers_that_need_a_shift_have_no_center_by_default() {
     let unknown = |spec: &mut AttentionSpec| spec.layers[0].rope.as_mut().unwrap().inv_freq = None;
     assert!(!of(&unknown, both).0);
     let minimax = CenterPolicy { k: CenterSource::Minimax, ..CenterPolicy::NONE };
-    assert!(of(&|_| {}, minimax).2.k[0].exact <= of(&|_| {}, CenterPolicy::CACHE).2.k[0].exact * 1.004);
+    assert!(of(&|_| {}, minimax).2.k[0].exact <= of(&|_| {}, CenterPolicy::CACHE).2.k[0].exact * 1.01);
     assert!(CenterPolicy { follow: 2.0, ..both }.check().unwrap_err().is_argument());
     assert!(CenterPolicy { positions: 0, ..both }.check().unwrap_err().is_argument());
 }
