@@ -1,6 +1,5 @@
 //! Inputs and outputs of a backend, and the operands as its products see them.
 
-use super::backward::Saved;
 use super::call::{AttentionCall, Inputs};
 use super::operands::centered;
 use super::precision::Precision;
@@ -49,6 +48,15 @@ impl AttentionOutput {
             None => Saved { out: &self.out, lse: &self.lse },
         }
     }
+}
+
+/// What a backward pass needs of its forward: [`AttentionOutput::saved`]. With centers both are those of [`CenteredOutput`].
+#[derive(Clone, Copy, Debug)]
+pub struct Saved<'a> {
+    /// Output, `(batch, len_q, n_q_heads, d_v)`. [`Delta::Probabilities`](super::Delta::Probabilities) does not look at it.
+    pub out: &'a [f32],
+    /// Log-sum-exp, `(batch, n_q_heads, len_q)`.
+    pub lse: &'a [f32],
 }
 
 /// A backend that computes attention with the scales of a plan.

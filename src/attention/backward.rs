@@ -45,7 +45,7 @@
 //! Source: flash-attention paper, Algorithm 2 and section 3.3, Equation 1.
 
 use super::accumulator;
-use super::backend::check;
+use super::backend::{Saved, check};
 use super::call::{AttentionCall, Inputs, Keeps, check_length};
 use super::lanes::{self, TILE};
 use super::operands::{HeadScales, Operands, Rows};
@@ -118,16 +118,6 @@ impl BackwardPrecision {
             _ => Self::KERNEL,
         }
     }
-}
-
-/// What a backward pass needs of its forward: [`AttentionOutput::saved`](super::AttentionOutput::saved). With centers both are
-/// those of [`CenteredOutput`](super::CenteredOutput).
-#[derive(Clone, Copy, Debug)]
-pub struct Saved<'a> {
-    /// Output, `(batch, len_q, n_q_heads, d_v)`. [`Delta::Probabilities`] does not look at it.
-    pub out: &'a [f32],
-    /// Log-sum-exp, `(batch, n_q_heads, len_q)`.
-    pub lse: &'a [f32],
 }
 
 /// Gradients of the operands, in their layouts.

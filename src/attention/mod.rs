@@ -67,8 +67,8 @@ mod tests;
 
 #[cfg(feature = "cuda")]
 pub(crate) use backend::check;
-pub use backend::{Attention, AttentionOutput, CenteredOutput, Dequantised, dequantised};
-pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, Saved, backward};
+pub use backend::{Attention, AttentionOutput, CenteredOutput, Dequantised, Saved, dequantised};
+pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, backward};
 pub use call::{AttentionCall, Call, Inputs, Keeps, Mask};
 pub use cpu::{Cpu, measure};
 pub use paged::{Appended, BlockTable, Gathered, NewTokens, PageShape, PagedKv};

@@ -17,7 +17,6 @@
 //! The rounding term A counts what is there before the subtraction, so c does not change it; one rounding of the difference to
 //! BF16 is added, and those of the cast's arithmetic.
 
-use super::layer::operand_rounding;
 use super::values::{LayerBounds, OperandBound};
 use crate::geometry::{Channels, HeadLimit, LayerGeometry, Rotary};
 use crate::model::AttentionSpec;
@@ -191,6 +190,12 @@ impl LayerRanges {
         let pairs = self.rotary.iter().flat_map(|rotary| &rotary.pairs);
         pairs.map(|&(a, b)| head.constant[a].hypot(head.constant[b])).fold(alone, f64::max)
     }
+}
+
+/// What roundings add to each channel, `share A`, of inputs no longer than sqrt(d).
+pub(super) fn operand_rounding(d: f64, channels: &Channels, share: f64) -> Vec<f64> {
+    let rows = channels.folded_sq.iter().zip(&channels.spread).zip(&channels.floor);
+    rows.map(|((square, spread), floor)| share * ((d * square).sqrt() + spread) + floor).collect()
 }
 
 /// Every reading of the rotation.

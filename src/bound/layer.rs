@@ -1,6 +1,6 @@
 //! The bounds of a layer from its geometry and spectrum.
 
-use super::centered::LayerRanges;
+use super::centered::{LayerRanges, operand_rounding};
 use super::tail::{ModelConstants, Tail};
 use super::values::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
@@ -247,12 +247,6 @@ pub(super) fn operand(d: f64, channels: &Channels, pairs: &[(usize, usize)], sha
         include((d * channels.norm_sq[c]).sqrt() + channels.constant[c].abs(), rounding(c));
     }
     bound
-}
-
-/// What roundings add to each channel, `share A`, of inputs no longer than sqrt(d).
-pub(super) fn operand_rounding(d: f64, channels: &Channels, share: f64) -> Vec<f64> {
-    let rows = channels.folded_sq.iter().zip(&channels.spread).zip(&channels.floor);
-    rows.map(|((square, spread), floor)| share * ((d * square).sqrt() + spread) + floor).collect()
 }
 
 /// Operand bound of a normalized head: from its gains and shifts.
