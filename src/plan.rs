@@ -125,7 +125,10 @@ impl OperandDescales {
             let m = |head: usize| bounds.m.as_ref().map_or(0.0, |m| m[head]);
             let largest = (0..n_kv).map(m).fold(0.0, f64::max);
             let m = |head: usize| if granularity == Granularity::Layer { largest } else { m(head) };
-            v.iter().enumerate().map(|(i, v)| Descale::covering(2.0 * f64::from(v.get()) + m(i) / E4M3_MAX, 1.0)).collect()
+            v.iter()
+                .enumerate()
+                .map(|(i, v)| Descale::covering(2.0 * f64::from(v.get()) + m(i) / E4M3_MAX, 1.0))
+                .collect()
         };
         let o = v.as_ref().map(twice).transpose().map_err(|error: Error| error.within("o"))?;
         Ok(Self { q: row("q", &bounds.q)?, k: row("k", &bounds.k)?, v, o })

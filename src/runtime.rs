@@ -38,8 +38,8 @@ use crate::plan::{Center, CenterPolicy, CenterSource, CenteredLayer, ScalePlan, 
 use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Restart, Tensor, differs};
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::{KvSums, StepStats};
-use serde::{Deserialize, Serialize};
 pub use means::RunningMeans;
+use serde::{Deserialize, Serialize};
 use state::check_version;
 pub use state::{LayerState, RuntimeState, STATE_VERSION};
 use tracing::{info, warn};

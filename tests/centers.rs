@@ -32,15 +32,15 @@ fn random_layer(rng: &mut StdRng) -> Planted {
             Some(Rope { attention_factor: 1.1, inv_freq: None, range: Some(range), ..whole })
         }
     };
-    own.max_positions = [None, Some(1), Some(rng.random_range(2..60)), Some(rng.random_range(60..4000))]
-        [rng.random_range(0..4)];
+    own.max_positions =
+        [None, Some(1), Some(rng.random_range(2..60)), Some(rng.random_range(60..4000))][rng.random_range(0..4)];
     let kind = if rng.random() { NormKind::LayerNorm } else { NormKind::RmsNorm };
     let mut planted = Planted::gaussian(own, rng.random()).with_random_norm(rng.random(), kind, true);
     // Biases of trained models lie in few pairs.
     let large = rng.random_range(0.0..60.0);
-    planted.k_bias = planted.k_bias.map(|bias| {
-        bias.iter().map(|b| if rng.random_range(0..4) == 0 { b * large } else { *b }).collect()
-    });
+    planted.k_bias = planted
+        .k_bias
+        .map(|bias| bias.iter().map(|b| if rng.random_range(0..4) == 0 { b * large } else { *b }).collect());
     if kind == NormKind::RmsNorm {
         (planted.shift, planted.spec.norm.shift) = (None, false);
     }
@@ -192,7 +192,13 @@ fn ranges_are_those_of_a_direct_scan() {
                 for (have, want) in [(range.high[i], high), (range.low[i], low)] {
                     assert!(have >= want - 1e-12 * size, "case {case} channel {i}: {have} under {want}");
                     // Few positions leave gaps between their angles.
-                    let loose = if n == 20_000 { 1e-3 } else if n == 500 { 0.05 } else { 3.0 };
+                    let loose = if n == 20_000 {
+                        1e-3
+                    } else if n == 500 {
+                        0.05
+                    } else {
+                        3.0
+                    };
                     assert!(have <= want + loose * size, "case {case} channel {i}: {have} for {want}");
                 }
             }
@@ -284,11 +290,14 @@ fn bounds_of_logits_and_operands_hold_with_any_center() {
         let center = center_of(&mut rng, &ranges, case % 4);
         let exact = centered_bounds(&planted.spec, &plain, Some(&ranges), &center).unwrap();
         let added = centered_bounds(&planted.spec, &plain, None, &center).unwrap();
-        for (exact, added) in exact.k.iter().chain(exact.v.as_ref().unwrap()).zip(added.k.iter().chain(added.v.as_ref().unwrap())) {
+        for (exact, added) in
+            exact.k.iter().chain(exact.v.as_ref().unwrap()).zip(added.k.iter().chain(added.v.as_ref().unwrap()))
+        {
             assert!(exact.exact <= added.exact * (1.0 + 1e-9) && exact.rounded <= added.rounded * (1.0 + 1e-9));
         }
         let (n_q, n_kv, len) = (plain.heads.len(), plain.k.len(), 24);
-        let shape = AttentionShape { batch: 1, n_q_heads: n_q, n_kv_heads: n_kv, len_q: len, len_k: len, d_head: 16, d_v: 16 };
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: n_q, n_kv_heads: n_kv, len_q: len, len_k: len, d_head: 16, d_v: 16 };
         let (mut q, mut k, mut v) = (vec![], vec![], vec![]);
         for t in 0..len {
             let channel = rng.random_range(0..16);
@@ -301,7 +310,8 @@ fn bounds_of_logits_and_operands_hold_with_any_center() {
             v.extend(narrow(&own.v));
         }
         for bounds in [&exact, &added] {
-            let plan = ScalePlan::from_bounds(bounds, sigmascale::bound::BoundKind::Certain, 0.8, Granularity::Head).unwrap();
+            let plan =
+                ScalePlan::from_bounds(bounds, sigmascale::bound::BoundKind::Certain, 0.8, Granularity::Head).unwrap();
             let call = AttentionCall { center: Some(&center), ..AttentionCall::causal(shape) };
             let precision = Precision { output: sigmascale::attention::Cast::E4m3, ..Precision::PAPER_LOGITS };
             let out = Cpu.forward(&call, &Inputs { q: &q, k: &k, v: &v }, &plan, &precision).unwrap();

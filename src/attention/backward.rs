@@ -278,7 +278,9 @@ impl Engine<'_> {
         head.dq.iter_mut().for_each(|x| *x *= dq_factor);
         head.dk.iter_mut().for_each(|x| *x *= dk_factor);
         let call = self.operands.call;
-        if let Some(c) = call.key_center(kv_head * shape.group()).filter(|_| call.sinks.is_some() || call.soft_cap.is_some()) {
+        if let Some(c) =
+            call.key_center(kv_head * shape.group()).filter(|_| call.sinks.is_some() || call.soft_cap.is_some())
+        {
             for (row, sum) in head.dq.chunks_exact_mut(stride).zip(&head.ds_sums) {
                 row.iter_mut().zip(c).for_each(|(dq, c)| *dq += tau as f32 * sum * c);
             }
@@ -466,7 +468,10 @@ impl NullaryFnOnce for Kernel<'_> {
                 };
                 let keys: f32 = blocks.iter().map(of).sum();
                 // The sink's column, whose value is -m beside v - m.
-                keys - self.sink_share(row).zip(self.d_out_m.as_ref()).map_or(0.0, |(share, d_out_m)| share * d_out_m[row])
+                keys - self
+                    .sink_share(row)
+                    .zip(self.d_out_m.as_ref())
+                    .map_or(0.0, |(share, d_out_m)| share * d_out_m[row])
             };
             (0..self.visible.len()).map(row).collect()
         });

@@ -191,24 +191,25 @@ impl PagedKv {
             }
         }
         type Row<'c> = &'c dyn Fn(usize) -> Option<&'c [f32]>;
-        let write = |to: &mut [u8], x: &[f32], d: usize, descales: &[Descale], center: Row<'_>| -> Result<Vec<CastStats>> {
-            let mut counts = vec![Counts::default(); n_kv_heads];
-            for ((_, row), token) in rows.iter().zip(x.chunks_exact(n_kv_heads * d)) {
-                for (head, x) in token.chunks_exact(d).enumerate() {
-                    let codes = &mut to[(row * n_kv_heads + head) * d..][..d];
-                    let multiplier = descales[head].quant_scale().get();
-                    counts[head] += match center(head) {
-                        None => Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?,
-                        Some(center) => {
-                            let scaled = centered(x, center, multiplier);
-                            let counts = Format::E4m3.encode_slice(&scaled, 1.0, on_overflow, codes)?;
-                            Counts { amax: counts.amax * descales[head].get(), ..counts }
-                        }
-                    };
+        let write =
+            |to: &mut [u8], x: &[f32], d: usize, descales: &[Descale], center: Row<'_>| -> Result<Vec<CastStats>> {
+                let mut counts = vec![Counts::default(); n_kv_heads];
+                for ((_, row), token) in rows.iter().zip(x.chunks_exact(n_kv_heads * d)) {
+                    for (head, x) in token.chunks_exact(d).enumerate() {
+                        let codes = &mut to[(row * n_kv_heads + head) * d..][..d];
+                        let multiplier = descales[head].quant_scale().get();
+                        counts[head] += match center(head) {
+                            None => Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?,
+                            Some(center) => {
+                                let scaled = centered(x, center, multiplier);
+                                let counts = Format::E4m3.encode_slice(&scaled, 1.0, on_overflow, codes)?;
+                                Counts { amax: counts.amax * descales[head].get(), ..counts }
+                            }
+                        };
+                    }
                 }
-            }
-            Ok(counts.into_iter().map(CastStats::from).collect())
-        };
+                Ok(counts.into_iter().map(CastStats::from).collect())
+            };
         let k = write(&mut self.k, &k, d_head, &k_descales, &|head| center?.c(head))?;
         let v = write(&mut self.v, new.v, d_v, &v_descales, &|head| center?.m(head))?;
         let added = new.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);

@@ -116,7 +116,8 @@ impl HeadRange {
 
     /// Either of two.
     fn cover(mut self, other: Self) -> Self {
-        let largest = |to: &mut Vec<f64>, from: Vec<f64>| to.iter_mut().zip(from).for_each(|(to, from)| *to = to.max(from));
+        let largest =
+            |to: &mut Vec<f64>, from: Vec<f64>| to.iter_mut().zip(from).for_each(|(to, from)| *to = to.max(from));
         largest(&mut self.high, other.high);
         largest(&mut self.low, other.low);
         largest(&mut self.rounding, other.rounding);

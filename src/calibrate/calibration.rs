@@ -1,7 +1,9 @@
 //! From a config or weights to a profile.
 
 use super::options::Options;
-use super::profile::{CenterProfile, ChosenC, HeadProfile, LayerProfile, Method, MlaProfile, ModelSummary, Profile, TailSummary};
+use super::profile::{
+    CenterProfile, ChosenC, HeadProfile, LayerProfile, Method, MlaProfile, ModelSummary, Profile, TailSummary,
+};
 use crate::bound::{CStar, E4M3_MAX, LAYER_NORM_MEAN_LIMIT, LayerBounds, LayerRanges, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;

@@ -56,7 +56,9 @@ impl Options {
         check_eta(self.eta)?;
         self.centers.check()?;
         if [self.centers.k, self.centers.v].contains(&CenterSource::Mean) {
-            return Err(Error::argument("a center from means needs tokens, and a calibration has none: use weights or minimax"));
+            return Err(Error::argument(
+                "a center from means needs tokens, and a calibration has none: use weights or minimax",
+            ));
         }
         match self.c {
             Some(c) if c > MOST_C => {

@@ -281,7 +281,10 @@ fn table(profile: &Profile) -> String {
         return out + &latent::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
     }
     let source = method.centers.map_or(CenterSource::None, |centers| centers.k);
-    out.push_str(&centers::table(source, layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?)))));
+    out.push_str(&centers::table(
+        source,
+        layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?))),
+    ));
     if layers.iter().any(|layer| layer.sigma.is_none()) {
         out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
     }

@@ -513,7 +513,9 @@ impl Angles {
                 let by = factors.iter().map(by).map(|factor| checked(settings, factor));
                 by.collect::<Result<Vec<_>>>()?
                     .into_iter()
-                    .fold((0.0, f64::INFINITY), |(most, least): (f64, f64), factor| (most.max(factor), least.min(factor)))
+                    .fold((0.0, f64::INFINITY), |(most, least): (f64, f64), factor| {
+                        (most.max(factor), least.min(factor))
+                    })
             }
         };
         // By one factor or another a pair turns no faster than it did before.

@@ -46,13 +46,8 @@ pub struct CenterPolicy {
 
 impl CenterPolicy {
     /// Nothing is subtracted.
-    pub const NONE: Self = Self {
-        k: CenterSource::None,
-        v: CenterSource::None,
-        positions: CENTER_POSITIONS,
-        burn_in: 512,
-        follow: 0.0,
-    };
+    pub const NONE: Self =
+        Self { k: CenterSource::None, v: CenterSource::None, positions: CENTER_POSITIONS, burn_in: 512, follow: 0.0 };
     /// For an FP8 cache: c from the weights. No m, which gains nothing there, and one from data does harm.
     pub const CACHE: Self = Self { k: CenterSource::Weights, ..Self::NONE };
 
@@ -130,7 +125,9 @@ impl CenteredLayer {
                 ranges
                     .k
                     .iter()
-                    .map(|head| ranges.rotary.as_ref().map_or(head.constant.clone(), |r| r.mean(&head.constant, positions)))
+                    .map(|head| {
+                        ranges.rotary.as_ref().map_or(head.constant.clone(), |r| r.mean(&head.constant, positions))
+                    })
                     .collect::<Vec<_>>(),
             ),
             CenterSource::Minimax => Some(ranges.k.iter().map(|head| head.minimax()).collect()),

@@ -1,10 +1,10 @@
 //! A runtime between two steps, and the file that holds it.
 
+use super::means::RunningMeans;
 use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::file::fnv1a;
 use crate::model::AttentionSpec;
-use super::means::RunningMeans;
 use crate::plan::{CenterPolicy, ScalePlan};
 use crate::policy::PolicyState;
 use crate::spectral::{Estimator, PowerState};

@@ -380,8 +380,7 @@ fn a_center_of_means_is_frozen_after_the_burn_in() {
     use crate::plan::{CenterPolicy, CenterSource};
     let spec = spec();
     let layers = layers(&spec, 1);
-    let centers =
-        CenterPolicy { k: CenterSource::Mean, v: CenterSource::Mean, burn_in: 8, ..CenterPolicy::NONE };
+    let centers = CenterPolicy { k: CenterSource::Mean, v: CenterSource::Mean, burn_in: 8, ..CenterPolicy::NONE };
     let with = RuntimeConfig { centers, ..config(PolicyKind::Geometry) };
     let mut runtime = Runtime::new(&spec, with).unwrap();
     let mut plain = Runtime::new(&spec, config(PolicyKind::Geometry)).unwrap();

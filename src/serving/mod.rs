@@ -18,8 +18,8 @@ mod verify;
 
 pub use engine::{Engine, Operand};
 pub use export::{
-    CenterCertificate, Certificate, Export, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate, SCALES_FILE,
-    export,
+    CenterCertificate, Certificate, Export, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate,
+    SCALES_FILE, export,
 };
 pub use scales::{LayerScales, scale_file};
 pub use stream::{Refit, ScaleStream, refit};

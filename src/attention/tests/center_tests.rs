@@ -308,8 +308,15 @@ fn latent_attention_has_one_center_per_row() {
     let mut vector = |n: usize| -> Vec<f64> { (0..n).map(|_| f64::from(rng.random_range(-40..40)) / 8.0).collect() };
     let (a, b) = (vector(rank), vector(pe));
     let center = Center::new(0, Some(vec![[a.clone(), b.clone()].concat()]), Some(vec![a.clone()])).unwrap();
-    let shape =
-        AttentionShape { batch: 1, n_q_heads: heads, n_kv_heads: 1, len_q: len, len_k: len, d_head: rank + pe, d_v: rank };
+    let shape = AttentionShape {
+        batch: 1,
+        n_q_heads: heads,
+        n_kv_heads: 1,
+        len_q: len,
+        len_k: len,
+        d_head: rank + pe,
+        d_v: rank,
+    };
     let call = AttentionCall { softmax_scale: scale, center: Some(&center), ..AttentionCall::causal(shape) };
     let out = reference(&call, &q, &k, &latent).unwrap().out;
     let have = rows(nope, &|t, h| up(&up_v, h, &out[(t * heads + h) * rank..][..rank]));

@@ -69,7 +69,8 @@ fn appended_tokens_are_the_casts_of_rotated_ones() {
             cu_seqlens.push(cu_seqlens[s] + n);
         }
         let new = NewTokens { k: &new_k, v: &new_v, cu_seqlens: &cu_seqlens };
-        let out = cache.append(&over(&pages, &have), &new, &descales(), (Some(&rope()), None), OnOverflow::Saturate).unwrap();
+        let out =
+            cache.append(&over(&pages, &have), &new, &descales(), (Some(&rope()), None), OnOverflow::Saturate).unwrap();
         counts += out.k[1].count;
         have = out.lengths;
     }
@@ -229,8 +230,7 @@ fn a_cache_with_a_center_is_that_of_a_dense_call() {
     let plain = AttentionCall { sequences: Some(&sequences), ..AttentionCall::causal(shape) };
     let call = AttentionCall { center: Some(&center), ..plain };
     let inputs = Inputs { q: &q, k: &k, v: &v };
-    let plan =
-        ScalePlan { layer: 0, logit_bound: None, logit_descale: vec![Descale::ONE; 4], operands: descales() };
+    let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: vec![Descale::ONE; 4], operands: descales() };
     let cast = dequantised(&call, &inputs, &plan, OnOverflow::Saturate).unwrap();
     assert_eq!((&gathered.k, &gathered.v), (&cast.k, &cast.v));
     let stats = Cpu.forward(&call, &inputs, &plan, &Precision::KERNEL).unwrap().stats;
