@@ -21,7 +21,7 @@
 //!
 //! **Centers.** With c and m in the call everything above is of `k - c`, `v - m` and `O - m` (rows of dS sum to zero, so dS and dQ
 //! are the same), and an error of delta enters dQ along `K - c` instead of K. dP and delta are of one kind: an output with m
-//! beside `v - m` gives a wrong dS. With sinks or a soft-cap rows of dS do not sum to zero, and `tau c sum_j dS_ij` is added.
+//! beside `v - m` gives a wrong dS. With sinks rows of dS sum to `p_sink dO . O` and with a soft-cap to anything, and `tau c sum_j dS_ij` is added.
 //!
 //! **Roundings** ([`GradientProducts`]). In BF16 the products dP, dV, dQ and dK are taken of BF16 operands: dO, P, dS, and
 //! E4M3 codes, which BF16 holds exactly; descales multiply sums. delta comes from the same rounded dO as dP. Sums are f32:
@@ -479,6 +479,8 @@ impl NullaryFnOnce for Kernel<'_> {
             if let Some(share) = self.sink_share(row) {
                 let own = delta[row] + self.d_out_m.as_ref().map_or(0.0, |d_out_m| d_out_m[row]);
                 *self.d_sink -= f64::from(share * own);
+                // What the row's dS sum to; summed up, they would bring delta's whole error along c.
+                self.ds_sums[row] = share * own;
             }
         }
         for block in &mut blocks {
@@ -486,8 +488,13 @@ impl NullaryFnOnce for Kernel<'_> {
                 for at in (from..to).map(|j| row * TILE + j) {
                     let slope = block.slope.as_ref().map_or(1.0, |slope| slope[at]);
                     block.ds[at] = block.p[at] * (block.ds[at] - delta[row]) * slope;
-                    self.ds_sums[row] += block.ds[at];
                 }
+            }
+        }
+        if self.soft_cap.is_some() {
+            for (row, sum) in self.ds_sums.iter_mut().enumerate() {
+                let of = |block: &Block| block.ds[row * TILE..(row + 1) * TILE].iter().sum::<f32>();
+                *sum = blocks.iter().map(of).sum();
             }
         }
         self.add_queries(&blocks);
