@@ -1,5 +1,5 @@
 //! Rate of the Gram stage on a Mistral-7B-shaped layer beside the machine's matrix-product rate, on all cores:
-//! `cargo bench --bench gram`. Counted are 2 d r^2 operations a head, the whole product; symmetry saves a part of it.
+//! `cargo bench --bench gram`. Counted are 2 d r^2 operations per head, the whole product; symmetry saves a part of it.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use nalgebra::DMatrix;

@@ -31,35 +31,31 @@
 //! | compute scales and bounds offline | [`calibrate`], and [`bound`], [`spectral`] and [`geometry`] below it |
 //! | write and audit checkpoints of serving engines | [`serving`] |
 //! | keep scales up to date in a training loop | [`runtime`], [`policy`], [`plan`], [`stats`] |
-//! | compare scaling policies | [`stress`] |
-//! | find the head that makes a training run fail | [`diagnose`], over the record of [`history`] |
 //! | compute FP8 attention on the CPU, with Hopper's accumulators | [`attention`], [`fp8`] |
 //! | run on a GPU | `device`, `cuda` (cargo feature `cuda`) |
-//! | train small models under any policy | `train` (cargo feature `train`) |
 //!
-//! Errors are one opaque type with predicates, [`Error`]. The cargo features `cli` (the command `sigmascale`), `cuda` and
-//! `tokenizers` (text as input of [`stress`]) are on by default; the library builds without any of them.
+//! Errors are one opaque type with predicates, [`Error`]. The cargo feature `cuda` is on by default; the library builds
+//! without it.
+//!
+//! The crate `sigmascale-lab` runs scaling policies into failures, trains small models under them, and finds the head that
+//! makes a training run fail. The crate `sigmascale-cli` is the command `sigmascale` over both.
 
 #![warn(missing_docs)]
-#![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod attention;
 pub mod bound;
 pub mod calibrate;
-#[cfg(feature = "cli")]
-pub mod cli;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cuda")]
 pub mod device;
-pub mod diagnose;
 mod error;
-pub mod file;
-pub mod forward;
+mod file;
 pub mod fp8;
 pub mod geometry;
-pub mod history;
 pub mod model;
+#[doc(hidden)]
+pub mod names;
 pub mod plan;
 pub mod policy;
 pub mod runtime;
@@ -67,10 +63,7 @@ mod scale;
 pub mod serving;
 pub mod spectral;
 pub mod stats;
-pub mod stress;
 pub mod tensor;
-#[cfg(feature = "train")]
-pub mod train;
 
 pub use error::{Error, Result};
 pub use scale::{Descale, QuantScale};

@@ -6,6 +6,7 @@ mod centering;
 
 use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
+use crate::named;
 use crate::scale::Descale;
 pub use center::{Center, center_hash};
 pub use centering::{CENTER_POSITIONS, CenterPolicy, CenterSource, CenteredLayer, center_layer, centered_bounds};
@@ -41,15 +42,14 @@ pub struct OperandDescales {
     pub o: Option<Vec<Descale>>,
 }
 
-/// Whether every head has its own scale or all heads of a layer share the largest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Granularity {
-    /// One scale a head.
-    #[default]
-    Head,
-    /// One scale a layer; rows keep their length and all entries are equal.
-    Layer,
+named! {
+    /// Whether every head has its own scale or all heads of a layer share the largest.
+    pub enum Granularity is "granularity" default Head {
+        /// One scale per head.
+        Head = "head",
+        /// One scale per layer; rows keep their length and all entries are equal.
+        Layer = "layer",
+    }
 }
 
 /// Share of the E4M3 range that a logit bound is mapped onto by default (the paper's eta).
@@ -60,10 +60,10 @@ const LEAST_ETA: f64 = 1e-6;
 
 impl ScalePlan {
     /// The plan of one layer: logit descale = bound / (eta 448), with the worst-case bound for
-    /// [`BoundKind::Certain`]; operand descales always from the worst-case bounds; o = 2 v.
+    /// [`BoundKind::WorstCase`]; operand descales always from the worst-case bounds; o = 2 v.
     ///
     /// # Errors
-    /// If eta is not in (0, 1], if the layer does not have that bound, or if a descale leaves the range of f32.
+    /// As [`check_eta`]; if the layer does not have that bound, or if a descale leaves the range of f32.
     pub fn from_bounds(bounds: &LayerBounds, kind: BoundKind, eta: f64, granularity: Granularity) -> Result<Self> {
         check_eta(eta)?;
         let mut logit_bound = bounds.heads.iter().map(|head| head.for_scale(kind)).collect::<Result<Vec<_>>>()?;
@@ -89,15 +89,15 @@ impl ScalePlan {
     }
 }
 
-/// The rule of eta.
-pub(crate) fn check_eta(eta: f64) -> Result<()> {
-    if eta > 0.0 && eta < LEAST_ETA {
-        return Err(Error::argument(format_args!("eta {eta:e} must be at least {LEAST_ETA:e}")));
+/// The rule of eta, the same for offline scales, policies and the engines on a device.
+///
+/// # Errors
+/// `is_argument` if it does not lie between 1e-6 and 1.
+pub fn check_eta(eta: f64) -> Result<()> {
+    if (LEAST_ETA..=1.0).contains(&eta) {
+        return Ok(());
     }
-    if !(eta > 0.0 && eta <= 1.0) {
-        return Err(Error::argument(format_args!("eta {eta} must be greater than 0 and at most 1")));
-    }
-    Ok(())
+    Err(Error::argument(format_args!("eta {eta:?} must lie between {LEAST_ETA:?} and 1")))
 }
 
 impl OperandDescales {

@@ -30,12 +30,12 @@ mod means;
 mod state;
 
 use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, LogitCast, Precision, measure};
-use crate::bound::{LayerBounds, LayerRanges, MlaBounds, Tail};
+use crate::bound::{BoundKind, LayerBounds, LayerRanges, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::plan::{Center, CenterPolicy, CenterSource, CenteredLayer, ScalePlan, center_layer, centered_bounds};
-use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Restart, Tensor, differs};
+use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Restart, ScaledTensor, differs};
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::{KvSums, StepStats};
 pub use means::RunningMeans;
@@ -77,8 +77,7 @@ impl RuntimeConfig {
         self.tail.check()?;
         self.centers.check()?;
         let kind = self.policy.kind();
-        let certain = matches!(kind, PolicyKind::Geometry | PolicyKind::AutoC);
-        if self.estimator == Estimator::Power && certain {
+        if self.estimator == Estimator::Power && kind.bound() == Some(BoundKind::WorstCase) {
             return Err(Error::argument(format_args!(
                 "policy {kind} rests on the worst-case bound and needs estimator gram: power iteration is a lower bound"
             )));
@@ -395,14 +394,14 @@ impl Runtime {
     /// # Errors
     /// As [`Policy::observe`].
     pub fn observe(&mut self, plan: &ScalePlan, stats: &StepStats) -> Result<Report> {
-        self.observe_cast(plan, stats, &[Tensor::Q, Tensor::K, Tensor::V, Tensor::O])
+        self.observe_cast(plan, stats, &[ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V, ScaledTensor::O])
     }
 
     /// [`Runtime::observe`] for a call that cast these tensors.
     ///
     /// # Errors
     /// As [`Policy::observe`].
-    pub fn observe_cast(&mut self, plan: &ScalePlan, stats: &StepStats, cast: &[Tensor]) -> Result<Report> {
+    pub fn observe_cast(&mut self, plan: &ScalePlan, stats: &StepStats, cast: &[ScaledTensor]) -> Result<Report> {
         let layer = plan.layer;
         self.layer(layer)?;
         let kept = &mut self.layers[layer];
@@ -527,16 +526,16 @@ fn bounds_by(
 }
 
 /// The tensors that a call at this precision casts with its plan's descales.
-fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<Tensor> {
-    let cast = |tensor: &Tensor| {
+fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<ScaledTensor> {
+    let cast = |tensor: &ScaledTensor| {
         let asked = match tensor {
-            Tensor::Logit => precision.logits == LogitCast::E4m3,
-            Tensor::Q | Tensor::K | Tensor::V => precision.operands.fp8().is_some(),
-            Tensor::O => precision.output.fp8().is_some(),
+            ScaledTensor::Logit => precision.logits == LogitCast::E4m3,
+            ScaledTensor::Q | ScaledTensor::K | ScaledTensor::V => precision.operands.fp8().is_some(),
+            ScaledTensor::O => precision.output.fp8().is_some(),
         };
         asked && tensor.descales(plan).is_some()
     };
-    Tensor::ALL.into_iter().filter(cast).collect()
+    ScaledTensor::ALL.into_iter().filter(cast).collect()
 }
 
 fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
@@ -554,7 +553,7 @@ fn nameless(spec: &AttentionSpec) -> AttentionSpec {
 }
 
 fn log_update(policy: &str, step: u64, old: Option<&ScalePlan>, plan: &ScalePlan) {
-    for tensor in Tensor::ALL {
+    for tensor in ScaledTensor::ALL {
         let new = tensor.descales(plan);
         let old = old.and_then(|old| tensor.descales(old));
         if new != old {
@@ -565,7 +564,7 @@ fn log_update(policy: &str, step: u64, old: Option<&ScalePlan>, plan: &ScalePlan
     }
 }
 
-fn log_report(policy: &str, step: u64, report: &Report, cast: &[Tensor]) {
+fn log_report(policy: &str, step: u64, report: &Report, cast: &[ScaledTensor]) {
     let layer = report.layer;
     for tensor in &report.tensors {
         let name = tensor.tensor.name();

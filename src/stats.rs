@@ -1,8 +1,8 @@
 //! What an attention call reports back.
 
-mod words;
+mod step_words;
 
-pub use words::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};
+pub use step_words::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};
 
 use serde::{Deserialize, Serialize};
 

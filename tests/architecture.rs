@@ -1,29 +1,38 @@
-//! The structure that ARCHITECTURE.md promises, read off the sources: modules use only modules of lower layers, no two
-//! files import each other in a circle, and the driver and `unsafe` stay where they belong.
+//! The structure that ARCHITECTURE.md promises, read off the sources: crates use only crates below them and modules only
+//! modules of lower layers, no two files import each other in a circle, and the driver and `unsafe` stay where they belong.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use syn::visit::{self, Visit};
 use syn::{Item, UseTree, Visibility};
 
-/// Layers of the library from the bottom. A module uses only modules of lower layers; `error` may be used by all.
-const LAYERS: &[&[&str]] = &[
-    &["error", "file", "fp8", "tensor"],
-    &["scale"],
-    &["model"],
-    &["geometry", "forward"],
-    &["spectral"],
-    &["bound"],
-    &["plan", "stats", "history"],
-    &["policy", "attention", "serving"],
-    &["runtime", "cuda"],
-    &["device"],
-    &["calibrate", "stress", "diagnose"],
-    &["train"],
+/// Crates from the bottom by their folders, each with its layers from the bottom. A crate uses only crates before it; a
+/// module uses only modules of lower layers, but `error` may be used by all.
+const CRATES: &[(&str, &str, Layers)] = &[
+    (
+        "sigmascale",
+        ".",
+        &[
+            &["error", "names"],
+            &["file", "fp8", "tensor"],
+            &["scale"],
+            &["model"],
+            &["geometry"],
+            &["spectral"],
+            &["bound"],
+            &["plan", "stats"],
+            &["policy", "attention", "serving"],
+            &["runtime", "cuda"],
+            &["device"],
+            &["calibrate"],
+        ],
+    ),
+    ("sigmascale-lab", "lab", &[&["file"], &["history", "forward"], &["diagnose", "stress"], &["train"]]),
+    // The command line has no layers.
+    ("sigmascale-cli", "cli", &[]),
 ];
 
-/// Files outside the library's layers.
-const FACES: &[&str] = &["", "main", "cli"];
+type Layers = &'static [&'static [&'static str]];
 
 /// A module's path from the crate's root; empty for `lib.rs`.
 type Module = Vec<String>;
@@ -139,10 +148,10 @@ impl<'ast> Visit<'ast> for File {
 struct Crate(BTreeMap<Module, File>);
 
 impl Crate {
-    fn read() -> Self {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    fn read(folder: &str) -> Self {
+        let root = root_of(folder).join("src");
         let files = sources(&root);
-        assert!(files.len() > 50, "sources under {}", root.display());
+        assert!(files.len() > 20, "sources under {}", root.display());
         let file = |path: PathBuf| {
             let module = module_of(path.strip_prefix(&root).unwrap());
             (module, File::parse(&std::fs::read_to_string(path).unwrap()))
@@ -235,20 +244,18 @@ impl Crate {
     }
 
     /// Every import that goes to the same layer or up.
-    fn layer_violations(&self) -> Vec<String> {
+    fn layer_violations(&self, layers: Layers) -> Vec<String> {
+        let layer_of = |module: &str| layers.iter().position(|layer| layer.contains(&module));
         let mut broken = Vec::new();
         for module in self.0.keys() {
-            let own = module.first().map_or("", String::as_str);
-            if FACES.contains(&own) {
-                continue;
-            }
+            let Some(own) = module.first() else { continue };
             let Some(layer) = layer_of(own) else {
                 broken.push(format!("module `{own}` has no layer: add it to ARCHITECTURE.md and to this test"));
                 continue;
             };
             for target in self.imports_of(module) {
                 let name = target.first().map_or("", String::as_str);
-                if name == own || name == "error" {
+                if name == *own || name == "error" {
                     continue;
                 }
                 match layer_of(name) {
@@ -262,8 +269,8 @@ impl Crate {
     }
 }
 
-fn layer_of(module: &str) -> Option<usize> {
-    LAYERS.iter().position(|layer| layer.contains(&module))
+fn root_of(folder: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)
 }
 
 fn module_of(inside: &Path) -> Module {
@@ -294,59 +301,101 @@ fn is_test_file(path: &Path) -> bool {
 
 #[test]
 fn modules_use_only_lower_layers() {
-    let broken = Crate::read().layer_violations();
-    assert!(broken.is_empty(), "{}", broken.join("\n"));
+    for (_, folder, layers) in CRATES.iter().filter(|(_, _, layers)| !layers.is_empty()) {
+        let broken = Crate::read(folder).layer_violations(layers);
+        assert!(broken.is_empty(), "{folder}: {}", broken.join("\n"));
+    }
 }
 
 #[test]
 fn no_files_import_each_other_in_a_circle() {
-    let tree = Crate::read();
-    let circles: Vec<String> = tree
-        .circles()
-        .iter()
-        .map(|group| {
-            let arrows = group.iter().flat_map(|from| {
-                let to = tree.imports_of(from).into_iter().filter(|to| group.contains(to));
-                to.map(move |to| format!("  {} -> {}", from.join("::"), to.join("::")))
-            });
-            arrows.collect::<Vec<_>>().join("\n")
-        })
-        .collect();
-    assert!(circles.is_empty(), "{} circles:\n{}", circles.len(), circles.join("\n\n"));
+    for (_, folder, _) in CRATES {
+        let tree = Crate::read(folder);
+        let circles: Vec<String> = tree
+            .circles()
+            .iter()
+            .map(|group| {
+                let arrows = group.iter().flat_map(|from| {
+                    let to = tree.imports_of(from).into_iter().filter(|to| group.contains(to));
+                    to.map(move |to| format!("  {} -> {}", from.join("::"), to.join("::")))
+                });
+                arrows.collect::<Vec<_>>().join("\n")
+            })
+            .collect();
+        assert!(circles.is_empty(), "{folder}: {} circles:\n{}", circles.len(), circles.join("\n\n"));
+    }
+}
+
+/// Crates of the workspace that a manifest asks for, also for tests alone.
+fn members_in(manifest: &str) -> BTreeSet<&'static str> {
+    let of_package = |section: &&str| {
+        let name = section.trim_start_matches('[').split(']').next().unwrap_or_default();
+        !name.starts_with("workspace") && name.ends_with("dependencies")
+    };
+    let sections = manifest.split("\n[").filter(of_package);
+    let names =
+        sections.flat_map(|section| section.lines().skip(1)).filter_map(|line| line.split(['.', ' ', '=']).next());
+    let names: BTreeSet<&str> = names.collect();
+    CRATES.iter().map(|(name, ..)| *name).filter(|name| names.contains(name)).collect()
+}
+
+#[test]
+fn crates_use_only_crates_below_them() {
+    let mut below = BTreeSet::new();
+    for (name, folder, _) in CRATES {
+        let manifest = std::fs::read_to_string(root_of(folder).join("Cargo.toml")).unwrap();
+        assert_eq!(members_in(&manifest), below, "{name}");
+        below.insert(*name);
+    }
+    let planted = "[workspace.dependencies]\nsigmascale-cli = { path = \"cli\" }\n\n[dependencies]\nserde = \"1\"\n\n\
+        [dev-dependencies]\nsigmascale-lab.workspace = true\n";
+    assert_eq!(members_in(planted), BTreeSet::from(["sigmascale-lab"]));
 }
 
 /// The driver is `cuda`'s, and `unsafe` is there, in the launches of `device`, and where a checkpoint is mapped.
 #[test]
 fn the_driver_and_unsafe_code_stay_where_they_belong() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    for path in sources(&root) {
-        let inside = path.strip_prefix(&root).unwrap();
-        let text = std::fs::read_to_string(&path).unwrap();
-        let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
-        let cuda = inside.starts_with("cuda");
-        assert!(cuda || !code.contains("cudarc"), "{}: only `cuda` may touch the driver", inside.display());
-        let allowed = cuda || inside.starts_with("device") || inside == Path::new("model/shards.rs");
-        assert!(allowed || !code.contains("unsafe {"), "{}: unsafe code", inside.display());
+    for (name, folder, _) in CRATES {
+        let root = root_of(folder).join("src");
+        for path in sources(&root) {
+            let inside = path.strip_prefix(&root).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+            let library = *name == "sigmascale";
+            let cuda = library && inside.starts_with("cuda");
+            assert!(cuda || !code.contains("cudarc"), "{}: only `cuda` may touch the driver", path.display());
+            let allowed = library && (cuda || inside.starts_with("device") || inside == Path::new("model/shards.rs"));
+            assert!(allowed || !code.contains("unsafe {"), "{}: unsafe code", path.display());
+        }
     }
 }
 
-#[test]
-fn the_table_is_that_of_the_architecture() {
-    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("ARCHITECTURE.md")).unwrap();
-    let mut table: BTreeMap<usize, Vec<String>> = BTreeMap::new();
-    for line in text.lines() {
+/// Layers by number as the tables of ARCHITECTURE.md have them, a table a crate.
+fn written_layers(text: &str) -> Vec<BTreeMap<usize, BTreeSet<&str>>> {
+    let mut tables: Vec<BTreeMap<usize, BTreeSet<&str>>> = Vec::new();
+    for line in text.lines().filter(|line| line.starts_with('|')) {
         let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
-        if let (true, Some(Ok(layer))) = (line.starts_with('|'), cells.first().map(|cell| cell.parse::<usize>())) {
-            table.entry(layer).or_default().extend(cells[1].split(',').map(|m| m.trim().trim_matches('`').to_owned()));
+        match (cells[0].parse(), tables.last_mut()) {
+            (Ok(layer), Some(table)) => {
+                table
+                    .entry(layer)
+                    .or_default()
+                    .extend(cells[1].split(',').map(|module| module.trim().trim_matches('`')));
+            }
+            _ if cells[0] == "layer" => tables.push(BTreeMap::new()),
+            _ => {}
         }
     }
-    assert_eq!(table.keys().copied().collect::<Vec<_>>(), (0..LAYERS.len()).collect::<Vec<_>>());
-    for (layer, modules) in table {
-        let (mut written, mut enforced) = (modules, LAYERS[layer].to_vec());
-        written.sort_unstable();
-        enforced.sort_unstable();
-        assert_eq!(written, enforced, "layer {layer}");
-    }
+    tables
+}
+
+#[test]
+fn the_tables_are_those_of_the_architecture() {
+    let text = std::fs::read_to_string(root_of(".").join("ARCHITECTURE.md")).unwrap();
+    let numbered = |layers: Layers| layers.iter().map(|layer| layer.iter().copied().collect()).enumerate().collect();
+    let layered = CRATES.iter().filter(|(_, _, layers)| !layers.is_empty());
+    let enforced: Vec<BTreeMap<usize, BTreeSet<&str>>> = layered.map(|(_, _, layers)| numbered(layers)).collect();
+    assert_eq!(written_layers(&text), enforced);
 }
 
 #[test]
@@ -359,7 +408,7 @@ fn planted_violations_are_found() {
             ("plan.rs", "pub struct A;"),
             ("bound.rs", bound),
         ]);
-        tree.layer_violations().len()
+        tree.layer_violations(&[&["error"], &["bound"], &["plan"]]).len()
     };
     assert_eq!(found("use crate::plan::A;"), 1, "higher layer");
     assert_eq!(found("fn f(x: &crate::plan::A) {}"), 1, "inline path");

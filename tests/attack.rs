@@ -74,9 +74,9 @@ fn worst_logit(planted: &Planted, head: usize, seed: u64) -> f64 {
     largest
 }
 
-/// Shapes and weights on the edges: each head's certain bound holds, and is attained where nothing rotates.
+/// Shapes and weights on the edges: each head's exact bound holds, and is attained where nothing rotates.
 #[test]
-fn certain_bounds_hold_on_the_edges() {
+fn exact_bounds_hold_on_the_edges() {
     type Change = fn(&mut Planted);
     let none: Change = |_| {};
     let cases: [(&str, usize, usize, usize, usize, Change); 14] = [
@@ -138,7 +138,7 @@ fn certain_bounds_hold_on_the_edges() {
         change(&mut planted);
         let bounds = try_bounds(&planted).unwrap();
         for head in 0..n_q {
-            let (bound, worst) = (bounds.heads[head].certain.unwrap(), worst_logit(&planted, head, 5));
+            let (bound, worst) = (bounds.heads[head].exact.unwrap(), worst_logit(&planted, head, 5));
             assert!(worst <= bound * (1.0 + 1e-12), "{name}, head {head}: {worst} past {bound}");
             let constant = planted.q_bias.is_some();
             if planted.spec.layers[0].rope.is_none() && !constant {
@@ -161,7 +161,7 @@ fn a_shared_descale_does_not_pass_the_rounded_bound() {
         let shared = try_bounds(&planted).unwrap().k[0].rounded / 448.0;
         planted.k[1] = axis(1.001 / 1024.0 * shared / (d as f64).sqrt());
         let bounds = try_bounds(&planted).unwrap();
-        let plan = ScalePlan::from_bounds(&bounds, BoundKind::Certain, 1.0, granularity).unwrap();
+        let plan = ScalePlan::from_bounds(&bounds, BoundKind::WorstCase, 1.0, granularity).unwrap();
         let mut x = vec![0.0; d];
         x[0] = (d as f64).sqrt();
         let weights = planted.weights();
@@ -261,7 +261,7 @@ fn a_stored_shift_of_the_qk_norm_counts() {
     planted.q_norm.as_mut().unwrap().shift = Some(vec![10.0; 16]);
     if let Ok(bounds) = try_bounds(&planted) {
         let worst = 0.25 * (4.0 + 40.0) * 4.0;
-        assert!(bounds.heads[0].certain.unwrap() >= worst * (1.0 - 1e-12), "{bounds:?}");
+        assert!(bounds.heads[0].exact.unwrap() >= worst * (1.0 - 1e-12), "{bounds:?}");
     }
 }
 
@@ -287,8 +287,8 @@ fn extreme_weights_give_a_sound_bound_or_an_error() {
                     }
                 };
                 assert!(bounds.heads[0].rounded.unwrap().is_finite());
-                let (certain, worst) = (bounds.heads[0].certain.unwrap(), worst_logit(&planted, 0, 1));
-                assert!(certain >= worst * (1.0 - 1e-9), "{kind:?} {rotated} {a:e} {b:e}: {worst} past {certain}");
+                let (exact, worst) = (bounds.heads[0].exact.unwrap(), worst_logit(&planted, 0, 1));
+                assert!(exact >= worst * (1.0 - 1e-9), "{kind:?} {rotated} {a:e} {b:e}: {worst} past {exact}");
                 for (side, w) in [(&bounds.q[0], &planted.q[0]), (&bounds.k[0], &planted.k[0])] {
                     let w = planted.effective(w);
                     let longest = w.column_iter().map(|c| c.amax()).fold(0.0, f64::max);
@@ -438,19 +438,19 @@ fn formulas_with_everything() {
             // Channels that do not rotate have one product, whatever the position.
             let c0 = turned + (rotary..r).map(|c| q.constant[c] * k.constant[c]).sum::<f64>().abs();
             let constants = root * (linear(&q.w, &k.constant) + linear(&k.w, &q.constant)) + c0;
-            let certain = got.certain.unwrap();
-            close(certain, tau * (d as f64 * sigma + constants), 1e-7, "certain");
-            assert!(certain >= tau * (d as f64 * sigma + constants * (1.0 - 1e-9)) * (1.0 - 1e-14));
+            let exact = got.exact.unwrap();
+            close(exact, tau * (d as f64 * sigma + constants), 1e-7, "exact");
+            assert!(exact >= tau * (d as f64 * sigma + constants * (1.0 - 1e-9)) * (1.0 - 1e-14));
             let size = |side: &Side| root * side.folded.singular_values().max() + side.spread.norm();
             let (sq, sk) = (size(q), size(k));
             // Weights that are rounded to BF16 when they are loaded.
             let load = |side: &Side| 18.0 / 17.0 * root * side.folded.norm() / 256.0;
             let gap =
                 (factor_e * sq + flush(&bounds.q) + load(q)) * (factor_e * sk + flush(&bounds.k) + load(k)) - sq * sk;
-            close(got.rounded.unwrap(), certain + tau * gap, 1e-7, "rounded");
+            close(got.rounded.unwrap(), exact + tau * gap, 1e-7, "rounded");
         }
-        // One q descale a group: its first head may be the larger.
-        let plan = ScalePlan::from_bounds(&bounds, BoundKind::Certain, 0.8, Granularity::Head).unwrap();
+        // One q descale per group: its first head may be the larger.
+        let plan = ScalePlan::from_bounds(&bounds, BoundKind::WorstCase, 0.8, Granularity::Head).unwrap();
         for kv in 0..2 {
             let want = bounds.q[2 * kv].rounded.max(bounds.q[2 * kv + 1].rounded) / 448.0;
             close(f64::from(plan.operands.q[kv].get()), want, 1e-6, "q descale");
@@ -488,7 +488,7 @@ fn formulas_of_a_qk_norm_with_shift_and_factor() {
     let length: f64 =
         shift.iter().enumerate().map(|(c, s)| (s * if c < 8 { factor } else { 1.0 }).powi(2)).sum::<f64>().sqrt();
     let norm = factor * 4.0 * 2.0 + length;
-    close(bounds.heads[1].certain.unwrap(), 0.25 * norm * norm, 1e-12, "certain");
+    close(bounds.heads[1].exact.unwrap(), 0.25 * norm * norm, 1e-12, "exact");
 }
 
 /// A gain stored as g - 1, by the ascent: behind a gain of 1 + 2 the logits are nine times as large.
@@ -499,7 +499,7 @@ fn a_gain_stored_without_its_one_counts_in_full() {
     planted.gain = Some(vec![2.0; 64]);
     planted.spec.norm.gain = GainForm::OnePlus;
     let bounds = try_bounds(&planted).unwrap();
-    close(bounds.heads[0].certain.unwrap(), 9.0 * plain.heads[0].certain.unwrap(), 1e-9, "certain");
+    close(bounds.heads[0].exact.unwrap(), 9.0 * plain.heads[0].exact.unwrap(), 1e-9, "exact");
     close(bounds.v.unwrap()[0].exact, 3.0 * plain.v.unwrap()[0].exact, 1e-9, "v");
 }
 
@@ -520,7 +520,7 @@ fn a_gain_stored_without_its_one_counts_as_it_is_loaded() {
         run.gain = Some((0..64).map(|i| if i % 2 == 0 { loaded } else { 1.25 }).collect());
         let run = try_bounds(&run).unwrap();
         let v = [found.v.unwrap()[0].exact, run.v.unwrap()[0].exact];
-        assert!(v[0] >= v[1] * (1.0 - 1e-12) && found.heads[0].certain >= run.heads[0].certain, "{kind:?} {v:?}");
+        assert!(v[0] >= v[1] * (1.0 - 1e-12) && found.heads[0].exact >= run.heads[0].exact, "{kind:?} {v:?}");
     }
     // The same of the norm of q and k.
     let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 5);
@@ -622,7 +622,7 @@ fn decompositions_end_on_what_is_not_finite() {
         planted.v[0] *= weight;
         planted.gain = Some(vec![gain; 64]);
         let bounds = try_bounds(&planted).unwrap();
-        close(bounds.heads[0].certain.unwrap(), 0.25 * 64.0 * exact, 1e-6, "certain");
+        close(bounds.heads[0].exact.unwrap(), 0.25 * 64.0 * exact, 1e-6, "exact");
     }
     let mut matrix = DMatrix::identity(16, 16);
     (matrix[(3, 5)], matrix[(5, 3)]) = (f64::NAN, f64::NAN);
@@ -672,7 +672,7 @@ fn two_readings_of_a_rotation_give_the_larger_bounds() {
         for head in 0..2 {
             let of = |bounds: &LayerBounds| {
                 let head = bounds.heads[head];
-                [head.certain.unwrap(), head.rounded.unwrap(), head.spectrum.unwrap_or(0.0)]
+                [head.exact.unwrap(), head.rounded.unwrap(), head.spectrum.unwrap_or(0.0)]
             };
             for ((a, b), found) in of(&one).into_iter().zip(of(&two)).zip(of(&both)) {
                 assert!(found >= a.max(b), "{seed}: {found} of {a} and {b}");
@@ -811,7 +811,7 @@ fn roundings_of_single_weights_are_counted_one_by_one() {
     let head = &try_bounds(&planted).unwrap().heads[0];
     let tau = planted.spec.layers[0].softmax_scale;
     let gap = tau * (((1.0 + share).powi(2) - 1.0) * size_q * size_k + moved * size_k);
-    assert!(head.rounded.unwrap() - head.certain.unwrap() >= gap, "{head:?} without {gap}");
+    assert!(head.rounded.unwrap() - head.exact.unwrap() >= gap, "{head:?} without {gap}");
 }
 
 /// Sizes for which nalgebra's products take another path.
@@ -825,8 +825,8 @@ fn heads_of_any_size_have_bounds() {
             sigma(planted.k[0].transpose() * &planted.q[0]),
             sigma(planted.q[0].clone()) * planted.k[0].singular_values().max(),
         );
-        let certain = bounds.heads[0].certain.unwrap();
-        assert!(certain > least * (1.0 - 1e-9) && certain < most * (1.0 + 1e-9), "{d_head}: {least} {certain} {most}");
+        let exact = bounds.heads[0].exact.unwrap();
+        assert!(exact > least * (1.0 - 1e-9) && exact < most * (1.0 + 1e-9), "{d_head}: {least} {exact} {most}");
     }
 }
 

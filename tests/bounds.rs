@@ -41,7 +41,7 @@ fn formulas_without_constants() {
         let (q, k) = (&planted.q[head], &planted.k[0]);
         let sigma = dense_norm(q, k);
         let (nq, nk) = (q.singular_values().max(), k.singular_values().max());
-        close(got.certain.unwrap(), tau * d as f64 * sigma);
+        close(got.exact.unwrap(), tau * d as f64 * sigma);
         close(got.naive.unwrap(), tau * d as f64 * nq * nk);
         let gamma = TAIL.c_star(&planted.spec).unwrap().gamma;
         let t1 = (2.0 * 2.0 * 1024.0 / 1e-6f64).ln();
@@ -100,7 +100,7 @@ fn rounding_meets_the_smaller_product_of_norms() {
         let e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
         let gap = |planted: &Planted, norms: (f64, f64), frobenius: (f64, f64)| {
             let head = bounds(planted).heads[0];
-            let gap = (head.rounded.unwrap() - head.certain.unwrap()) / (tau * d as f64);
+            let gap = (head.rounded.unwrap() - head.exact.unwrap()) / (tau * d as f64);
             (gap - loading(norms, frobenius)) / (e * e - 1.0)
         };
         let (norms, frobenius) = ((q.singular_values().max(), k.singular_values().max()), (q.norm(), k.norm()));
@@ -146,7 +146,7 @@ fn formulas_with_layer_norm_and_constants() {
     let sigma = dense_norm(&q, &k);
     let got = bounds(&planted);
     let head = got.heads[0];
-    close(head.certain.unwrap(), tau * (d as f64 * sigma + (d as f64).sqrt() * (a + b) + c0));
+    close(head.exact.unwrap(), tau * (d as f64 * sigma + (d as f64).sqrt() * (a + b) + c0));
     let sphere = d as f64 / (d as f64 - 1.0);
     let half = Tail { delta: 0.5e-6, ..TAIL }.c_star(&planted.spec).unwrap().c_star;
     let t = (8.0 * 1024.0f64.powi(2) / 1e-6).ln();
@@ -202,7 +202,7 @@ fn normalised_heads_are_bounded_by_their_gains() {
         rotated_only: false,
     });
     let got = bounds(&planted);
-    close(got.heads[0].certain.unwrap(), 0.25 * 16.0 * 9.0);
+    close(got.heads[0].exact.unwrap(), 0.25 * 16.0 * 9.0);
     assert_eq!((got.heads[0].rank_aware, got.heads[0].spectrum), (None, None));
     close(got.q[0].exact, 4.0 * 3.0);
     let plan = ScalePlan::from_bounds(&got, BoundKind::RankAware, 0.8, Granularity::Head);
@@ -212,8 +212,8 @@ fn normalised_heads_are_bounded_by_their_gains() {
     planted.k_norm = Some(NormVectors { gain: [gains(16, 9), vec![0.5; 16]].concat(), shift: None });
     planted.spec.qk_norm.as_mut().unwrap().scope = QkNormScope::Joint;
     let got = bounds(&planted);
-    close(got.heads[0].certain.unwrap(), 0.25 * 16.0 * 8f64.sqrt() * 9.0);
-    close(got.heads[2].certain.unwrap(), 0.25 * 16.0 * 8f64.sqrt() * 0.25);
+    close(got.heads[0].exact.unwrap(), 0.25 * 16.0 * 8f64.sqrt() * 9.0);
+    close(got.heads[2].exact.unwrap(), 0.25 * 16.0 * 8f64.sqrt() * 0.25);
     close(got.q[0].exact, 8.0 * 3.0);
 }
 
@@ -222,7 +222,7 @@ fn soft_cap_caps() {
     let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 8);
     planted.spec.soft_cap = Some(0.5);
     let head = bounds(&planted).heads[0];
-    for bound in [head.naive, head.certain, head.rounded, head.rank_aware, head.spectrum] {
+    for bound in [head.naive, head.exact, head.rounded, head.rank_aware, head.spectrum] {
         assert_eq!(bound, Some(0.5));
     }
 }
@@ -282,16 +282,16 @@ fn plans_follow_eta_and_granularity() {
     planted.k[0] *= 3.0;
     planted.v[1] *= 5.0;
     let got = bounds(&planted);
-    let plan = ScalePlan::from_bounds(&got, BoundKind::Certain, 0.8, Granularity::Head).unwrap();
+    let plan = ScalePlan::from_bounds(&got, BoundKind::WorstCase, 0.8, Granularity::Head).unwrap();
     for (head, descale) in plan.logit_descale.iter().enumerate() {
         close(f64::from(descale.get()), got.heads[head].rounded.unwrap() / (0.8 * 448.0));
     }
-    // One q descale a KV head: the larger of its two query heads.
+    // One q descale per KV head: the larger of its two query heads.
     close(f64::from(plan.operands.q[1].get()), got.q[3].rounded / 448.0);
     assert!(plan.operands.q[0].get() < plan.operands.q[1].get());
     let (v, o) = (plan.operands.v.as_ref().unwrap(), plan.operands.o.as_ref().unwrap());
     assert_eq!(o[1].get(), 2.0 * v[1].get());
-    let layer = ScalePlan::from_bounds(&got, BoundKind::Certain, 0.8, Granularity::Layer).unwrap();
+    let layer = ScalePlan::from_bounds(&got, BoundKind::WorstCase, 0.8, Granularity::Layer).unwrap();
     assert_eq!(layer.logit_descale, vec![ScalePlan::per_tensor(&plan.logit_descale); 4]);
     assert_eq!(layer.operands.k, vec![plan.operands.k[0]; 2]);
     assert_eq!(layer.operands.v.unwrap(), vec![v[1]; 2]);
@@ -300,7 +300,7 @@ fn plans_follow_eta_and_granularity() {
     // Operand descales do not depend on the kind of the logit bound.
     assert_eq!(half.operands, plan.operands);
     for eta in [0.0, -1.0, 1.01, f64::NAN] {
-        assert!(ScalePlan::from_bounds(&got, BoundKind::Certain, eta, Granularity::Head).unwrap_err().is_argument());
+        assert!(ScalePlan::from_bounds(&got, BoundKind::WorstCase, eta, Granularity::Head).unwrap_err().is_argument());
     }
 }
 
@@ -309,7 +309,7 @@ fn zero_heads_get_descale_one() {
     let mut planted = Planted::gaussian(spec(64, 16, 2, 2), 5);
     planted.q[1].fill(0.0);
     planted.v[1].fill(0.0);
-    let plan = ScalePlan::from_bounds(&bounds(&planted), BoundKind::Certain, 0.8, Granularity::Head).unwrap();
+    let plan = ScalePlan::from_bounds(&bounds(&planted), BoundKind::WorstCase, 0.8, Granularity::Head).unwrap();
     assert_eq!(plan.logit_descale[1].get(), 1.0);
     assert_eq!(plan.operands.q[1].get(), 1.0);
     assert_eq!(plan.operands.v.unwrap()[1].get(), 1.0);
@@ -322,9 +322,9 @@ fn power_iteration_cannot_certify() {
     let mut state = PowerState::new(&planted.spec, 0);
     let spectrum = PowerEngine::new(&mut state).layer(&geometry).unwrap();
     let got = LayerBounds::new(&planted.spec, &geometry, &spectrum, &TAIL).unwrap();
-    assert_eq!((got.heads[0].certain, got.heads[0].rounded, got.heads[0].spectrum), (None, None, None));
+    assert_eq!((got.heads[0].exact, got.heads[0].rounded, got.heads[0].spectrum), (None, None, None));
     assert!(got.heads[0].rank_aware.is_some());
-    assert!(ScalePlan::from_bounds(&got, BoundKind::Certain, 0.8, Granularity::Head).unwrap_err().is_unsupported());
+    assert!(ScalePlan::from_bounds(&got, BoundKind::WorstCase, 0.8, Granularity::Head).unwrap_err().is_unsupported());
 }
 
 #[test]
@@ -352,7 +352,8 @@ fn bounds_past_a_range_name_the_operand() {
         ([1e30, 1e30, 1.0], "logits: "),
     ] {
         let planted = scaled(by);
-        let error = ScalePlan::from_bounds(&bounds(&planted), BoundKind::Certain, 0.8, Granularity::Head).unwrap_err();
+        let error =
+            ScalePlan::from_bounds(&bounds(&planted), BoundKind::WorstCase, 0.8, Granularity::Head).unwrap_err();
         assert!(error.is_non_finite() && error.to_string().starts_with(what), "{error}");
     }
     let planted = scaled([1e150, 1e150, 1.0]);

@@ -66,14 +66,14 @@ fn table_of_bounds_against_observation() {
         sound.layers.as_ref().unwrap().iter().zip(paper.layers.as_ref().unwrap()).zip(observed())
     {
         let heads = layer.heads.as_ref().unwrap();
-        let certain = held(layer, &seen, |head| heads[head].bound_certain.unwrap());
-        assert!(certain.1, "layer {}: real text exceeded an exact bound", layer.layer);
+        let exact = held(layer, &seen, |head| heads[head].bound_exact.unwrap());
+        assert!(exact.1, "layer {}: real text exceeded an exact bound", layer.layer);
         let unrotated = held(layer, &seen, |head| unit * heads[head].sigma.unwrap());
         if !unrotated.1 {
             passed.push(layer.layer);
         }
         let columns = [
-            certain,
+            exact,
             held(layer, &seen, |head| heads[head].bound_rounded.unwrap()),
             held(layer, &seen, |head| heads[head].bound_rank_aware.unwrap()),
             held(layer, &seen, |head| heads[head].bound_spectrum.unwrap()),

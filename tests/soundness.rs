@@ -153,7 +153,7 @@ fn bounds_of(spec: &AttentionSpec, weights: &LayerWeights<'_>) -> (LayerBounds, 
     let geometry = LayerGeometry::new(spec, weights.clone()).unwrap();
     let spectrum = GramEngine.layer(&geometry).unwrap();
     let bounds = LayerBounds::new(spec, &geometry, &spectrum, &Tail::default()).unwrap();
-    let plan = ScalePlan::from_bounds(&bounds, BoundKind::Certain, 0.8, Granularity::Head).unwrap();
+    let plan = ScalePlan::from_bounds(&bounds, BoundKind::WorstCase, 0.8, Granularity::Head).unwrap();
     (bounds, plan)
 }
 
@@ -175,14 +175,14 @@ fn every_layer(mut check: impl FnMut(&AttentionSpec, &LayerWeights<'_>, &str)) {
 }
 
 #[test]
-fn no_token_passes_a_certain_bound() {
+fn no_token_passes_an_exact_bound() {
     let mut tightest: f64 = 0.0;
     every_layer(|spec, weights, label| {
         let own = &spec.layers[weights.layer];
         let (bounds, _) = bounds_of(spec, weights);
         let mut attack = Attack { spec, weights, rng: StdRng::seed_from_u64(7) };
         for head in 0..own.n_q_heads {
-            let bound = bounds.heads[head].certain.unwrap();
+            let bound = bounds.heads[head].exact.unwrap();
             for [(x, ax), (y, ay)] in attack.logits(head) {
                 let query = forward_qkv_at(spec, weights, &x, &ax);
                 let key = forward_qkv_at(spec, weights, &y, &ay);
@@ -372,7 +372,7 @@ fn the_exact_bound_is_attained() {
         let geometry = planted.geometry();
         let spectrum = GramEngine.layer(&geometry).unwrap();
         let bound =
-            LayerBounds::new(&planted.spec, &geometry, &spectrum, &Tail::default()).unwrap().heads[0].certain.unwrap();
+            LayerBounds::new(&planted.spec, &geometry, &spectrum, &Tail::default()).unwrap().heads[0].exact.unwrap();
         let weights = planted.weights();
         let mut attack = Attack { spec: &planted.spec, weights: &weights, rng: StdRng::seed_from_u64(1) };
         let reached = attack
@@ -485,6 +485,6 @@ fn rope_passes_the_papers_worst_case() {
             })
             .fold(0.0, f64::max);
         assert!(largest > 2.0 * paper, "{layout:?}: {largest} {paper}");
-        assert!(largest <= bounds.heads[0].certain.unwrap());
+        assert!(largest <= bounds.heads[0].exact.unwrap());
     }
 }

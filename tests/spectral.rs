@@ -310,7 +310,7 @@ fn gains_and_constants_break_the_raw_bound() {
     };
     let largest = logit(1.0, 1.0).max(logit(-1.0, -1.0)).max(logit(1.0, -1.0)).max(logit(-1.0, 1.0));
     assert!(largest > 9.0 * worst_paper, "{largest} {worst_paper}");
-    assert!(largest <= bounds.heads[0].certain.unwrap());
+    assert!(largest <= bounds.heads[0].exact.unwrap());
 }
 
 #[test]
@@ -371,5 +371,5 @@ fn zero_heads_have_zero_norms() {
     let head = &spectrum.heads.as_ref().unwrap()[1];
     assert_eq!(head.sigma, 0.0);
     let bounds = LayerBounds::new(&planted.spec, &geometry, &spectrum, &Tail::default()).unwrap();
-    assert_eq!(bounds.heads[1].certain, Some(0.0));
+    assert_eq!(bounds.heads[1].exact, Some(0.0));
 }

@@ -5,7 +5,7 @@
 // Everything rounded up. The host's mirror is `HeadBound` in src/bound/device.rs.
 struct HeadBound {
   float sigma;      // certified, rotation included
-  float certain;    // of the exact |logit|
+  float exact;    // of the exact |logit|
   float rounded;    // with operands rounded to E4M3
   float descale;    // rounded / (eta 448)
   float linear;     // ||a|| + ||b||

@@ -1,6 +1,6 @@
-// What an attention call leaves in device memory for a policy, one row a layer: [n_q] LogitWords, then [n_q] CastWords of q,
+// What an attention call leaves in device memory for a policy, one row per layer: [n_q] LogitWords, then [n_q] CastWords of q,
 // [n_kv] of k, [n_kv] of v. Zero means nothing was seen; every word only grows, so that the order of arrival is without
-// effect. Counts stay at 2^32 - 1 once they reach it. The host's mirror is src/stats/words.rs.
+// effect. Counts stay at 2^32 - 1 once they reach it. The host's mirror is src/stats/step_words.rs.
 #pragma once
 #include "common/types.cuh"
 

@@ -6,7 +6,7 @@
 //   delayed-te     TransformerEngine's delayed scaling: scale = 448 / (2^margin reduce(history)), then the history rolls
 //
 // Layout (types.cuh): reads the statistics, descales and bounds of a layer; updates memory and `status`, copies the
-// statistics to `observed` and clears them for the next step. One block a layer; where auto-c pools the whole model, one block
+// statistics to `observed` and clears them for the next step. One block per layer; where auto-c pools the whole model, one block
 // takes the layers in order.
 #include "policy/types.cuh"
 
@@ -154,7 +154,7 @@ __device__ void record(const PolicyTable& p, u32 index, float amax, u32 lane, u3
   if (!is_finite(scale)) status |= STATUS_TINY;
 }
 
-// delayed: every slot of a layer, a warp a slot. Each tensor starts at another warp, so that those of one slot run at once.
+// delayed: every slot of a layer, a warp per slot. Each tensor starts at another warp, so that those of one slot run at once.
 __device__ void record_layer(const PolicyTable& p, const PolicyLayer& l, u32 layer, u32& status) {
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   for (u32 tensor = LOGIT; tensor < TENSORS; tensor++)

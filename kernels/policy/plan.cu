@@ -1,6 +1,6 @@
 // Descales of a layer's next attention call, the same bits as the host's policies (src/policy) give.
 //
-//   geometry         logits: certain bound with rounding / (eta 448), operands: bound with rounding / 448
+//   geometry         logits: worst-case bound, rounding included, / (eta 448), operands: bound with rounding / 448
 //   geometry-c-star  logits: the paper's calibrated bound (Proposition 3.4) in its place
 //   auto-c           Algorithm 4: as geometry, times the constant of the value's pool once it is frozen
 //   delayed-paper    Eq. 1: max(history) / (448 margin)
@@ -10,7 +10,7 @@
 // o is twice v, except for the delayed policies, which observe it.
 //
 // Layout (types.cuh): reads bounds, memory or statistics of a layer; writes its row of `descales`, the largest descale of each
-// tensor, and NO_PLAN in `status` where a descale is NaN. One block a layer.
+// tensor, and NO_PLAN in `status` where a descale is NaN. One block per layer.
 //
 // NOTES: where the host adds to a product, so do these lines, by intrinsics: a fused multiply-add would change the bits.
 #include "common/descale.cuh"
@@ -34,12 +34,12 @@ __device__ double c_star_bound(const PolicyTable& p, const PolicyLayer& l, u32 i
   } else if (head.isotropic == 0.f) {
     bound = __dmul_rn(__dmul_rn(__dmul_rn(__dmul_rn(tau, c.sphere), c.c_star), p.d_model), sigma);
   }
-  // A head whose certain bound is not finite has no calibrated one either; fmin would drop the NaN.
+  // A head whose worst-case bound is not finite has no calibrated one either; fmin would drop the NaN.
   if (head.rounded != head.rounded) return head.rounded;
   return bound > p.soft_cap ? p.soft_cap : bound;
 }
 
-// delayed: what each slot of a tensor remembers, a warp a slot.
+// delayed: what each slot of a tensor remembers, a warp per slot.
 __device__ void load_memory(const PolicyTable& p, const PolicyLayer& l, u32 layer, u32 tensor, double* row) {
   const u32 first = first_slot(p, l, layer, tensor), count = slot_count(p, l, tensor);
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -53,7 +53,7 @@ __device__ void load_memory(const PolicyTable& p, const PolicyLayer& l, u32 laye
   }
 }
 
-// Every other policy: what each descale of a tensor covers. `value(i)` is called once for each; with one scale a layer all
+// Every other policy: what each descale of a tensor covers. `value(i)` is called once for each; with one scale per layer all
 // get the largest.
 template <class Value> __device__ void fill_row(const PolicyTable& p, u32 n, double* row, double* scratch, Value value) {
   double most = 0.0;

@@ -38,7 +38,7 @@ struct Pool {
   u32 count;              // ratios in its row of `top`
   double c;               // FROZEN and FELL_BACK: the constant
 };
-// auto-c: certain bound over observed amax, of a layer's heads over the steps of its burn-in.
+// auto-c: worst-case bound over observed amax, of a layer's heads over the steps of its burn-in.
 struct Slack {
   double min, max, sum;
   u64 count;              // 0: nothing observed, the rest is undefined
@@ -70,10 +70,10 @@ struct PolicyTable {
   double* top;                // [pool][room]: the largest ratios, descending
   Slack* slack;               // [layer][logit, q, k, v]
   // delayed
-  Slot* slots;                // one a tensor and layer, or one a descale
+  Slot* slots;                // one per tensor and layer, or one per descale
   float* history;             // [slot][history_length]: rings
   u32 kind, n_layers;
-  u32 per_layer;              // 1: one scale a tensor and layer
+  u32 per_layer;              // 1: one scale per tensor and layer
   u32 has_values;             // 1: v has bounds
   double logit_target, operand_target;  // what a value's bound is mapped onto
   double soft_cap;            // no logit passes it; infinity without one
@@ -127,7 +127,7 @@ __device__ __forceinline__ float amax_entry(const PolicyTable& p, const PolicyLa
   return most;
 }
 
-// Certain bound with rounding on the values that descale i of a tensor covers. NaN where a weight was not finite.
+// worst-case bound, rounding included, on the values that descale i of a tensor covers. NaN where a weight was not finite.
 __device__ __forceinline__ double bound_entry(const PolicyTable& p, const PolicyLayer& l, u32 tensor, u32 i) {
   if (tensor != LOGIT) return p.operands[3 * (size_t)l.first_kv + (tensor - 1) * l.n_kv + i];
   const double bound = p.heads[l.first_q + i].rounded;

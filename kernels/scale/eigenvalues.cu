@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
   // These loads overlap those of the statistics where registers allow it.
   if (N <= 128) load(s, product ? matrices : partials, task.first, task.stride, task.count);
   {
-    // A thread a channel.
+    // A thread per channel.
     const u32 i = threadIdx.x;
     Channel own = {};
     if (product) own = {1.f, 0.f, products[task.first].trace * (1.f / N), 0.f, 0.f, 0.f};

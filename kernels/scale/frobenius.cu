@@ -1,4 +1,4 @@
-// Frobenius norms of every head's interaction, from its Grams. One block a query head.
+// Frobenius norms of every head's interaction, from its Grams. One block per query head.
 //
 //   F^2 = ||W_Q W_K^T||_F^2 = sum_ij G_Q,ij G_K,ij
 // and a bound over every relative position, every pair of channels turned by an angle of its own: for 2 x 2 blocks x of G_Q

@@ -1,6 +1,6 @@
 // The Gram kernels for heads of up to 128 channels: their tiles, the ring that brings these, and the store of accumulators.
 //
-// The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one a block (stream-K); a share
+// The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one per block (stream-K); a share
 // is a list of segments: tile, range. A tile is one head of more than 64 channels, or two smaller ones. It comes 128 input
 // channels at a time: four boxes of 64 channels by 64 inputs in 128-byte swizzle, inputs 0 to 63 first, and the gains of
 // these inputs. Macros D_HEAD, WEIGHTS (type), ALONG_CHANNELS (1: stored [in, out]), SUMS (1: for a mean or a shift, sums of

@@ -1,6 +1,6 @@
 // Gram matrices G = W^T diag(g^2) W of every Q and K head of a model, and the statistics of their channels: one read of the
 // weights. 16-bit weights of any layout, d_head up to 128, norms with a mean or a shift too. Tiles and shares:
-// gram_pass.cuh. Two warpgroups multiply: for more than 64 channels a head the blocks (0,0) (0,1) and (1,1) of one
+// gram_pass.cuh. Two warpgroups multiply: for more than 64 channels per head the blocks (0,0) (0,1) and (1,1) of one
 // head, up to 64 one head each. Hopper.
 //
 // The weights in shared memory are the right operand as they are. The left one, g^2 w as two terms of their type, is made in

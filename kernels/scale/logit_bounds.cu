@@ -1,6 +1,6 @@
-// The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its descale.
+// The end of the chain, a warp per query head: certified eigenvalues and channel statistics to the logit bound and its descale.
 //
-//   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + small errors (head_bound.cuh),
+//   exact = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = exact + tau [(1 + e)^2 - 1] N_Q N_K + small errors (head_bound.cuh),
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + share), descale = rounded / (eta 448).
 // Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
@@ -104,11 +104,11 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     sigma = fmin(sigma, fmin(scaled, sqrt(rest[2 * all + task])));
   }
   const double tau = place.logits, d = s.d_model;
-  const double certain = tau * (d * sigma + root * (a + b) + c0);
+  const double exact = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
   const bool plain = s.rotary && !s.mean && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
-  double rounded = certain + rounding_gap(tau, place.share_q, place.share_k, product, norm_q, norm_k,
+  double rounded = exact + rounding_gap(tau, place.share_q, place.share_k, product, norm_q, norm_k,
                                              step_q / (double)place.query, step_k, place.weight_q * root * root_above(trace_q),
                                              place.weight_k * root * root_above(trace_k), s.d_head);
   // fmin drops a NaN.
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
   HeadBound out;
-  out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
+  out.sigma = above(sigma), out.exact = rounded == rounded ? above(exact) : (float)rounded, out.rounded = above(rounded);
   out.descale = smallest_descale(out.rounded, eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.isotropic = 0.f;
   bounds[place.q + h] = out;

@@ -31,7 +31,7 @@
 #ifndef VECTORS  // type of gain, shift and bias
 #define VECTORS 2
 #endif
-#ifndef BESIDE  // 1: one block a multiprocessor, with half of its shared memory; the rest is for kernels that run beside it
+#ifndef BESIDE  // 1: one block per multiprocessor, with half of its shared memory; the rest is for kernels that run beside it
 #define BESIDE 0
 #endif
 #ifndef SPLIT  // blocks that share a head: 1, 2, 4 or 8

@@ -2,7 +2,7 @@
 // partner, sum g_i w_i, beta . w, sum |beta_i w_i|. A pure read of the weights. Any architecture; norms.cu is
 // Hopper's, for 16-bit weights in rows of 16 bytes.
 //
-// A block a head. Neighbours in memory go to neighbours in a warp: a warp a pair of channels, or a lane a pair and a warp a
+// A block per head. Neighbours in memory go to neighbours in a warp: a warp a pair of channels, or a lane a pair and a warp a
 // share of the model dimension. Sums run in f32 over eight values and beyond in f64, in a fixed order: same input, same bits.
 #include "common/warp.cuh"
 #include "scale/types.cuh"

@@ -1,6 +1,6 @@
 // Operand descales of every layer from the channel statistics: (B + share A) / 448 with
 //   B = sqrt(d) ||w_c|| + |c_c|,  A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_i| + |b_c|;
-// under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
+// under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block per layer and projection, a warp a
 // head; q takes the largest of the query heads that share a KV head, times the largest factor on it; o is twice v. NaN stays NaN
 // and sets the status.
 // The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv]; descales to `heads`, [layer][q, k, v, o][n_kv], and the
@@ -47,7 +47,7 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, float share, 
 extern "C" __global__ void __launch_bounds__(1024, 1)
     scale_operand_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
                    u32* status) {
-  extern __shared__ float bounds[];  // one a head of this projection
+  extern __shared__ float bounds[];  // one per head of this projection
   const Layer l = layers[blockIdx.x];
   const u32 which = blockIdx.y;
   ptx::griddepcontrol_wait();
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     if (which == 2) heads[4 * l.kv + 3 * l.n_kv + head] = o;
     most = larger(most, descale), most_o = larger(most_o, o);
   }
-  // One descale a tensor: the largest of its heads.
+  // One descale per tensor: the largest of its heads.
   most = warp_largest(most), most_o = warp_largest(most_o);
   if (lane) return;
   tensors[l.layer * 4 + which] = most;

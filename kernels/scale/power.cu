@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : ROWS && WEIG
   }
 }
 
-// Each head: z, or y and sigma. A block a head, a thread a channel. `scales`: ||z||^2 / (y . z).
+// Each head: z, or y and sigma. A block per head, a thread per channel. `scales`: ||z||^2 / (y . z).
 extern "C" __global__ void __launch_bounds__(256)
     scale_power_heads(const PowerLayer* layers, const Projection* projections, Pass s, const float* from, float* to, const float* parts,
                       double* scales, float* sigma) {
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // The sum: behind TO_INPUTS u or v, normalised, and with v sigma; behind TO_CHANNELS the channels, those of q summed over their
-// group. A block a layer.
+// group. A block per layer.
 extern "C" __global__ void __launch_bounds__(1024)
     scale_power_sum(const PowerLayer* layers, Pass s, float* to, float* inputs, const float* parts, float* sigma) {
   __shared__ double scratch[32];

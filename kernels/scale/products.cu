@@ -1,6 +1,6 @@
 // H = U A U^T for heads without rotation, A >= G_Q and U^T U >= G_K (scale/lift.cuh): lambda(H) is sigma^2 of
 // W_Q W_K^T, and `scale_eigenvalues` certifies it. And the quadratic forms of the constants, aux = (c_k^T G_Q c_k, c_q^T G_K c_q). Any
-// d_head (macro D_HEAD) and device; one block a query head.
+// d_head (macro D_HEAD) and device; one block per query head.
 //
 // Contract: `matrices` has H in the layout of a Gram (its upper 64 x 64 blocks), `products` what goes with it. Cholesky by 16
 // rows, and all products on tensor cores (mma.sync) of F16 pairs, value = high + low to 2^-22. The upper 16 x 16 tiles of G_K
@@ -30,7 +30,7 @@ constexpr float UP = 0x1p12f;  // pairs are of values times 2^12: low parts are 
 // In 2^-24 of the lengths of the two vectors: a value as a pair 4, low times low 4, 16 products and their sum truncated at 2^-23
 // of the largest 36, one f32 sum for every 16 products, the last roundings 2. U is its pairs from the start.
 constexpr float PRODUCT_DEPTH = 4 + 4 + 36 + TILES + 2;
-// The same of U^T U: 16 steps within a row of tiles, 24 for the roots, both values as pairs, and what is added to the diagonal.
+// The same of U^T U: 16 steps within per row of tiles, 24 for the roots, both values as pairs, and what is added to the diagonal.
 constexpr float FACTOR_DEPTH = 16 + 24 + 4 + PRODUCT_DEPTH + 8;
 // Of the constants' forms: a thread's values, its warp's and the block's.
 constexpr u32 FORM_DEPTH = 32 + 4 * TILES * (TILES + 1) / WARPS + WARPS;
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
   const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   __shared__ HeadGram sides[2];  // of q and k
   {
-    // A thread a channel, q before k.
+    // A thread per channel, q before k.
     const u32 which = thread / SIDE, i = thread % SIDE;
     const uint2 pair = pairs[blockIdx.x];
     const HeadGram side = heads[which ? pair.y : pair.x], other = heads[which ? pair.x : pair.y];
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
     while (load_a(first, count)) {
     }
     __syncthreads();
-    // T = U A: a warp a column of tiles. Row i of T is made of the rows of A from i on.
+    // T = U A: a warp per column of tiles. Row i of T is made of the rows of A from i on.
 #pragma unroll 1
     for (u32 column = ptx::thread_index() / 32; column < count; column += WARPS)
 #pragma unroll 1

@@ -3,9 +3,9 @@
 //   |y_b| <= R |g_b| + |s_b|,  R = sqrt(c);
 // rotation mixes the channels of a pair, so both count with the larger gain and with the length of the pair's shifts, times
 // the attention factor. For logits, without shifts
-//   certain = tau R_q R_k max_b |gq_b gk_b|,   with shifts   certain = tau N_q N_k,  N = R max_b |g_b| + ||s||,
+//   exact = tau R_q R_k max_b |gq_b gk_b|,   with shifts   exact = tau N_q N_k,  N = R max_b |g_b| + ||s||,
 // and rounded as in `scale_logit_bounds`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded
-// up. One block a layer, a warp a head.
+// up. One block per layer, a warp per head.
 #include "common/descale.cuh"
 #include "common/head_bound.cuh"
 #include "common/warp.cuh"
@@ -117,13 +117,13 @@ extern "C" __global__ void __launch_bounds__(256, 1)  // left to itself, the ass
     product = warp_largest(product);
     if (lane) continue;
     const double tau = l.growth.logits;
-    const double certain = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
-    double rounded = certain + rounding_gap(tau, l.growth.share_q, l.growth.share_k,
+    const double exact = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
+    double rounded = exact + rounding_gap(tau, l.growth.share_q, l.growth.share_k,
                                                norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.growth.query, coarsest[1], 0.0, 0.0,
                                                d_head);
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
-    out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
+    out.exact = rounded == rounded ? above(exact) : (float)rounded, out.rounded = above(rounded);
     out.descale = smallest_descale(out.rounded, eta * 448.0);
     heads[l.growth.q + head] = out;
   }

@@ -76,7 +76,7 @@ def lab(folder):
                 missing,
                 "--remedies",
                 remedy,
-                "--rate",
+                "--lr",
                 rate,
                 "--record",
                 place,

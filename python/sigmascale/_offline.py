@@ -191,8 +191,8 @@ def stress(
         policies = [named(policy) for policy in ([policies] if one else policies)]
     if scenario in ("resume", "lr-spike"):
         raise ArgumentError(
-            f"scenario {scenario!r} trains a model and is only available in the command: in the source folder run "
-            f"`cargo run --release --features train -- stress {scenario} --model tiny-llama-train`"
+            f"scenario {scenario!r} trains a model and is only available in the command: run "
+            f"`sigmascale stress {scenario} --model tiny-llama-train`"
         )
     some, file = optional(count), optional(_path)
     arguments = {

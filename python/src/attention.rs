@@ -5,7 +5,7 @@ use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
 use pyo3::intern;
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionShape, Keeps, Mask, PvAccumulator};
+use sigmascale::attention::{AttentionShape, Keeps, Mask};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
     BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, DeviceCall, Element, Keys, Rope,

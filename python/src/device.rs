@@ -107,11 +107,7 @@ impl Layer {
             },
             bias: DevicePtr(p.bias),
         };
-        let stored = match kind {
-            Dtype::Bf16 => tensor::Dtype::Bf16,
-            Dtype::F16 => tensor::Dtype::F16,
-            Dtype::F32 => tensor::Dtype::F32,
-        };
+        let stored = kind.into();
         let gain = if self.gain == 0 { GainForm::Unit } else { GainForm::Plain };
         let norm = if self.mean_removed { NormKind::LayerNorm } else { NormKind::RmsNorm };
         let rounding = Forward {
@@ -204,7 +200,7 @@ impl ScaleEngine {
 }
 
 /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32
-/// `[layer][q, k, v][n_kv]`, `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits),
+/// `[layer][q, k, v][n_kv]`, `bounds` f32 `[layer][n_q][sigma, exact, rounded, descale, ..]` (absent without logits),
 /// `status` one u32. Each layer has its own heads, without padding.
 pub fn results<'py>(
     py: Python<'py>,

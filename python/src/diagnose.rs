@@ -5,10 +5,10 @@ use crate::work::detached;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
-use sigmascale::cli::pages;
-use sigmascale::diagnose::{Alarm, Diagnosis, Options, read_checkpoints};
-use sigmascale::history::{History, read_records};
 use sigmascale::{Error, Result};
+use sigmascale_cli::pages;
+use sigmascale_lab::diagnose::{Alarm, Diagnosis, Options, read_checkpoints};
+use sigmascale_lab::history::{History, read_records};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -23,10 +23,10 @@ fn options(json: &str) -> Result<Options> {
 
 /// The alarms of a run.
 #[pyclass(frozen)]
-pub struct Alarms(Mutex<sigmascale::diagnose::Alarms>);
+pub struct Alarms(Mutex<sigmascale_lab::diagnose::Alarms>);
 
 impl Alarms {
-    fn held(&self) -> MutexGuard<'_, sigmascale::diagnose::Alarms> {
+    fn held(&self) -> MutexGuard<'_, sigmascale_lab::diagnose::Alarms> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -36,14 +36,14 @@ impl Alarms {
     /// `run` is the first line of the record, `thresholds` a JSON object.
     #[new]
     fn new(py: Python<'_>, run: &str, thresholds: &str) -> PyResult<Self> {
-        let made = options(thresholds).and_then(|options| sigmascale::diagnose::Alarms::from_line(run, options));
+        let made = options(thresholds).and_then(|options| sigmascale_lab::diagnose::Alarms::from_line(run, options));
         made.map(|alarms| Self(Mutex::new(alarms))).map_err(|error| raise(py, &error))
     }
 
     /// Takes in lines of the record; the event lines of what they raise or clear.
     fn observe(&self, py: Python<'_>, lines: &str) -> PyResult<Vec<String>> {
         let events = self.held().observe_lines(lines).map_err(|error| raise(py, &error))?;
-        let record = sigmascale::history::Record::Event;
+        let record = sigmascale_lab::history::Record::Event;
         events.into_iter().map(|event| text(&record(event)).map_err(|error| raise(py, &error))).collect()
     }
 

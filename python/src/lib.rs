@@ -3,11 +3,11 @@
 //! Results that the command line prints as JSON cross as JSON text. The interpreter lock is released around work.
 
 mod attention;
+mod cpu_scales;
 mod device;
 mod diagnose;
 mod errors;
-mod host;
-mod latent;
+mod mla;
 mod offline;
 mod paged;
 mod policy;
@@ -35,15 +35,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<serving::ScaleStream>()?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::defaults, module)?)?;
     module.add_class::<attention::Attention>()?;
     module.add_class::<paged::Paged>()?;
-    module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_scales::host_scales, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
-    module.add_class::<host::HostPolicy>()?;
+    module.add_class::<cpu_scales::HostPolicy>()?;
+    module.add_function(wrap_pyfunction!(cpu_scales::attention_spec, module)?)?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
-    module.add_class::<latent::LatentEngine>()?;
-    module.add_class::<latent::LatentModel>()?;
+    module.add_class::<mla::LatentEngine>()?;
+    module.add_class::<mla::LatentModel>()?;
     module.add_class::<policy::DevicePolicy>()
 }

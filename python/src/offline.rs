@@ -6,16 +6,16 @@ use crate::work::{Stop, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
-use sigmascale::bound::{BoundKind, Tail};
-use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
-use sigmascale::cli::{self, pages};
+use sigmascale::bound::Tail;
+use sigmascale::calibrate::{Calibration, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cuda;
-use sigmascale::file::{check_not_of_model, check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
-use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
-use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
+use sigmascale_cli::pages;
+use sigmascale_cli::target::{check_not_of_model, check_not_read};
+use sigmascale_lab::file::{check_target, write_atomically};
+use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use std::ffi::OsString;
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -67,33 +67,14 @@ pub struct CalibrateOptions {
     c: Option<f64>,
 }
 
-/// The value that a word stands for.
-fn word<T: Copy>(what: &str, given: &str, known: &[(&str, T)]) -> Result<T> {
-    known.iter().find(|(name, _)| *name == given).map(|(_, value)| *value).ok_or_else(|| {
-        let names = known.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-        Error::argument(format_args!("{what} {given:?} is not one of {names}"))
-    })
-}
-
 impl CalibrateOptions {
     fn check(&self) -> Result<Options> {
-        let bounds = [
-            ("worst-case", BoundKind::Certain),
-            ("rank-aware", BoundKind::RankAware),
-            ("spectrum", BoundKind::Spectrum),
-        ];
-        // The name in 0.1.0.
-        let bound = if self.bound == "certain" { "worst-case" } else { &self.bound };
         let options = Options {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
             eta: self.eta,
-            bound: word("bound", bound, &bounds)?,
-            granularity: word(
-                "granularity",
-                &self.granularity,
-                &[("head", Granularity::Head), ("layer", Granularity::Layer)],
-            )?,
-            estimator: word("estimator", &self.estimator, &[("gram", Estimator::Gram), ("power", Estimator::Power)])?,
+            bound: self.bound.parse()?,
+            granularity: self.granularity.parse()?,
+            estimator: self.estimator.parse()?,
             as_paper: self.as_paper,
             c: self.c,
             ..Options::default()
@@ -131,7 +112,7 @@ pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> P
 /// The command, with the arguments that follow its name; returns its exit code.
 #[pyfunction]
 pub fn command(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
-    py.detach(|| cli::run(iter::once("sigmascale".into()).chain(arguments)))
+    py.detach(|| sigmascale_cli::run(iter::once("sigmascale".into()).chain(arguments)))
 }
 
 /// JSON, and the page of the command line.
@@ -214,12 +195,16 @@ fn listed(policies: &[(String, Option<String>)]) -> Result<Vec<PolicyConfig>> {
 impl StressArguments {
     fn options(&self) -> Result<StressOptions> {
         let default = StressOptions::default();
-        let bounds_on_gpu = word("device", &self.device, &[("cpu", false), ("cuda", true)])?;
+        let bounds_on_gpu = match self.device.as_str() {
+            "cpu" => false,
+            "cuda" => true,
+            other => return Err(Error::argument(format_args!("device {other:?} is not one of cpu, cuda"))),
+        };
         if bounds_on_gpu {
             cuda::require()?;
         }
         Ok(StressOptions {
-            mode: word("mode", &self.mode, &[("logit", Mode::Logit), ("operands", Mode::Operands)])?,
+            mode: self.mode.parse()?,
             policies: self.policies.as_deref().map_or_else(|| Ok(default.policies.clone()), listed)?,
             layers: self.layers,
             seq_len: self.seq_len.unwrap_or(default.seq_len),
@@ -249,13 +234,10 @@ impl StressArguments {
 #[pyfunction]
 pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<(String, String)> {
     let result = detached(py, move |_| {
-        let known = [
-            ("checkpoint-load", Scenario::CheckpointLoad),
-            ("weight-spike", Scenario::WeightSpike),
-            ("refit", Scenario::Refit),
-            ("replay", Scenario::Replay),
-        ];
-        let scenario = word("scenario", &scenario, &known)?;
+        let scenario: Scenario = scenario.parse()?;
+        if matches!(scenario, Scenario::Resume | Scenario::LrSpike) {
+            return Err(Error::argument(format_args!("{} trains a model, which the command does", scenario.name())));
+        }
         let options = arguments.options()?;
         if scenario != Scenario::Refit && !arguments.path.is_empty() {
             return Err(Error::argument(format_args!("path is for refit, not for {}", scenario.name())));
@@ -281,7 +263,7 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
     let described = || {
         let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
         let spec = layout.spec();
-        let latent = if spec.has_mla() { Some(crate::latent::needs(config, name)?) } else { None };
+        let latent = if spec.has_mla() { Some(crate::mla::needs(config, name)?) } else { None };
         if latent.is_none() {
             sigmascale::bound::check_plain(spec)?;
         }

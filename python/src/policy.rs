@@ -5,6 +5,7 @@ use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use serde_json::json;
 use sigmascale::Error;
 use sigmascale::Result;
 use sigmascale::bound::HeadBound;
@@ -12,7 +13,8 @@ use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::model::AttentionSpec;
-use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, Tensor};
+use sigmascale::plan::DEFAULT_ETA;
+use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, ScaledTensor};
 use sigmascale::stats::stats_words;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -65,16 +67,26 @@ pub fn policy(py: Python<'_>, name: &str, parameters: Option<&str>, tail: TailAr
         let [mut config] = configs(name, parameters)?[..] else {
             return Err(Error::argument(format_args!("{name} names more than one policy")));
         };
-        match &mut config {
-            PolicyConfig::Geometry(config) | PolicyConfig::GeometryCStar(config) => config.eta = tail.eta,
-            PolicyConfig::AutoC(config) => config.eta = tail.eta,
-            PolicyConfig::DelayedPaper(_) | PolicyConfig::DelayedTe(_) | PolicyConfig::Current(_) => {}
-        }
+        config.set_eta(tail.eta);
         // A policy checks its parameters when it is made.
         config.build(PolicyShape::uniform(1, 1, 1))?;
         serde_json::to_string(&config).map_err(|error| Error::argument(format_args!("{name}: {error}")))
     };
     checked().map_err(|error| raise(py, &error))
+}
+
+/// The policies and their defaults, as JSON: `policies`, in order, each with its `name`, the `bound` that it plans from (null
+/// for a policy that observes) and its `parameters`; and the `tail`.
+#[pyfunction]
+pub fn defaults() -> String {
+    let policy = |kind: PolicyKind| {
+        let mut parameters = json!(PolicyConfig::from(kind));
+        let name = parameters.as_object_mut().and_then(|fields| fields.remove("policy"));
+        json!({ "name": name, "bound": kind.bound(), "parameters": parameters })
+    };
+    let Tail { delta, seq_len, batch, steps } = Tail::default();
+    let tail = json!({ "delta": delta, "seq_len": seq_len, "batch": batch, "steps": steps, "eta": DEFAULT_ETA });
+    json!({ "policies": PolicyKind::ALL.map(policy), "tail": tail }).to_string()
 }
 
 /// One policy for all layers of a model.
@@ -138,7 +150,7 @@ impl DevicePolicy {
         let engine = self.engine();
         let heads = engine.shape().heads();
         let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
-        let places = || Ok::<_, Error>((engine.stats(0)?, engine.descales(0, Tensor::Logit)?));
+        let places = || Ok::<_, Error>((engine.stats(0)?, engine.descales(0, ScaledTensor::Logit)?));
         let (stats, descales) = places().map_err(|error| raise(py, &error))?;
         results.set_item("stats", (stats.0, stats_words(all_q, all_kv)))?;
         results.set_item("descales", (descales.0, all_q + 4 * all_kv))?;

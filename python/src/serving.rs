@@ -1,15 +1,15 @@
 //! Exports, audits and streamed scales, as the crate's `serving` has them.
 
 use crate::errors::raise;
-use crate::host::bytes_at;
+use crate::cpu_scales::bytes_at;
 use crate::work::detached;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
-use sigmascale::cli::pages;
 use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
 use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
 use sigmascale::{Descale, Error, Result};
+use sigmascale_cli::pages;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -17,13 +17,6 @@ use std::sync::Mutex;
 fn text(value: &impl serde::Serialize) -> Result<String> {
     serde_json::to_string(value)
         .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))
-}
-
-fn engine(word: &str) -> Result<Engine> {
-    Engine::named(word).ok_or_else(|| {
-        let known = Engine::ALL.map(Engine::name).join(", ");
-        Error::argument(format_args!("engine {word:?} is not one of {known}"))
-    })
 }
 
 fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
@@ -45,7 +38,7 @@ pub fn export(
     copy: bool,
 ) -> PyResult<String> {
     detached(py, move |stop| {
-        let options = ExportOptions { engine: engine(&name)?, per_head, copy };
+        let options = ExportOptions { engine: name.parse()?, per_head, copy };
         text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
     })
 }
@@ -54,7 +47,7 @@ pub fn export(
 #[pyfunction]
 pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
-        let first = name.as_deref().map(engine).transpose()?;
+        let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
         let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
         let mut engines = vec![first.unwrap_or_else(own)];
         if first.is_none() {
@@ -73,7 +66,7 @@ pub struct ScaleStream(Mutex<serving::ScaleStream>);
 /// A layer by its place, with the descales of q, k and v that were computed on a device.
 type Computed = (usize, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
 
-/// A layer with what engines take: one scale a tensor, rounded up to BF16, and its names.
+/// A layer with what engines take: one scale per tensor, rounded up to BF16, and its names.
 #[derive(Serialize)]
 struct Described<'a> {
     #[serde(flatten)]

@@ -251,7 +251,7 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (sigmascale.ArgumentError, "layers 0 must be at least 1", lambda: sigmascale.stress("refit", MODEL, layers=0)),
         (
             sigmascale.ArgumentError,
-            "features train -- stress lr-spike --model tiny-llama-train",
+            "`sigmascale stress lr-spike --model tiny-llama-train`",
             lambda: sigmascale.stress("lr-spike", MODEL),
         ),
         (

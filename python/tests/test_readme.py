@@ -72,8 +72,8 @@ def test_command_lines(folder):
     lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
     starts = ("$ cargo run --release -- ", "$ sigmascale ")
     commands = [line.removeprefix(start) for line in lines for start in starts if line.startswith(start)]
-    # Without benchmarks, GPUs, and a series of checkpoints, which `tests/diagnose.rs` has.
-    commands = [command for command in commands if not re.search("bench|cuda|checkpoint-500", command)]
+    # Without benchmarks, GPUs, training, and a series of checkpoints, which `cli/tests/diagnose.rs` has.
+    commands = [command for command in commands if not re.search("bench|cuda|tiny-.*-train|checkpoint-500", command)]
     (folder / "runs").mkdir()
     (folder / "run.jsonl").symlink_to(ROOT / "data" / "runs" / "low-precision.jsonl")
     for command in commands:
@@ -94,7 +94,8 @@ def test_other_command_lines_name_what_exists():
     for line in lines:
         for pattern, folder in ((r"--example (\w+)", "examples"), (r"--test (\w+)", "tests")):
             for name in re.findall(pattern, line):
-                places = [ROOT / folder / f"{name}.rs", ROOT / folder / name / "main.rs"]
+                crates = [ROOT / crate / folder for crate in (".", "lab", "cli")]
+                places = [place for crate in crates for place in (crate / f"{name}.rs", crate / name / "main.rs")]
                 assert any(place.exists() for place in places), f"{line}: no such target in {folder}"
                 checked += 1
         for script in re.findall(r"\$ (?:python|torchrun .* --) (\S+\.py)", line):
@@ -105,8 +106,9 @@ def test_other_command_lines_name_what_exists():
 
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
 def test_command_lines_of_training_have_arguments_that_parse():
-    start = "$ cargo run --release --features train -- "
-    commands = [line.removeprefix(start) for line in "".join(blocks("console")).splitlines() if line.startswith(start)]
+    start = "$ cargo run --release -- "
+    lines = [line for line in "".join(blocks("console")).splitlines() if line.startswith(start)]
+    commands = [line.removeprefix(start) for line in lines if re.search("tiny-.*-train", line)]
     for command in commands:
         # `--help` comes after every other argument has been read, and nothing is trained.
         done = subprocess.run([BINARY, *shlex.split(command), "--help"], capture_output=True, text=True)

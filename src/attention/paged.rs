@@ -6,14 +6,13 @@
 //! pages that no one writes to.
 //!
 //! [`PagedKv::append`] is what a cache's write kernel does: `e4m3(rope(k) * quant_scale)` and `e4m3(v * quant_scale)`, each
-//! into its token's row, with a center subtracted in the same multiply-add. All rows of a cache need one center. [`PagedKv::gather`] gives dense keys and values for [`reference()`](super::reference()) and the
-//! other calls of this module. Neither looks at rows of a page that no sequence uses.
+//! into its token's row, with a center subtracted in the same multiply-add. All rows of a cache need one center.
+//! [`PagedKv::gather`] gives dense keys and values for [`reference()`](super::reference()) and the other calls of this module. Neither looks at rows of a page that no sequence uses.
 
 use super::operands::centered;
 use crate::error::{Error, Result};
-use crate::forward::rotate;
 use crate::fp8::{Counts, Format, OnOverflow};
-use crate::model::Rope;
+use crate::model::{Rope, rotate};
 use crate::plan::{Center, OperandDescales};
 use crate::scale::Descale;
 use crate::stats::CastStats;

@@ -45,7 +45,7 @@ impl Cast {
     }
 
     /// The FP8 format, and the power of two that brings the plan's range of 448 to it.
-    pub(crate) fn fp8(self) -> Option<(Format, f32)> {
+    pub fn fp8(self) -> Option<(Format, f32)> {
         match self {
             Self::F32 | Self::Bf16 | Self::Bf16Stochastic => None,
             Self::E4m3 => Some((Format::E4m3, 1.0)),
@@ -175,7 +175,11 @@ impl FromStr for PvAccumulator {
 }
 
 impl PvAccumulator {
-    pub(crate) fn check(self) -> Result<()> {
+    /// Whether its numbers of keys fit the tiles of a kernel.
+    ///
+    /// # Errors
+    /// `is_argument` if one does not divide them, or is no multiple of them.
+    pub fn check(self) -> Result<()> {
         match self {
             Self::Fp8 { promote_every } if promote_every == 0 || promote_every % TILE != 0 => {
                 Err(Error::argument(format_args!(

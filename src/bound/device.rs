@@ -1,9 +1,9 @@
 //! Bounds in the layout of device memory: plain values, which need no driver.
 
 use super::tail::{ModelConstants, Tail};
-use super::values::{HeadBounds, LayerBounds, OperandBound};
+use super::values::{BoundKind, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
-use crate::model::{AttentionSpec, NormKind};
+use crate::model::{AttentionSpec, HeadOffsets, LayerSpec, NormKind};
 use bytemuck::{Pod, Zeroable};
 
 /// Logit bound of one query head, as the device keeps it; everything rounded up.
@@ -13,7 +13,7 @@ pub struct HeadBound {
     /// Certified spectral norm of the interaction, over every relative position under RoPE.
     pub sigma: f32,
     /// Bound on the exact |logit|.
-    pub certain: f32,
+    pub exact: f32,
     /// Bound on |logit| from operands rounded to E4M3 with this plan's descales.
     pub rounded: f32,
     /// Descale of E4M3 logits.
@@ -46,7 +46,30 @@ impl HeadFrobenius {
     }
 }
 
+impl From<HeadBound> for [f32; 8] {
+    fn from(bound: HeadBound) -> Self {
+        bytemuck::cast(bound)
+    }
+}
+
+impl From<[f32; 8]> for HeadBound {
+    fn from(values: [f32; 8]) -> Self {
+        bytemuck::cast(values)
+    }
+}
+
 impl HeadBound {
+    /// The exact, worst-case and rank-aware bounds of a head, those that it has, rounded up; zeros elsewhere.
+    pub fn new(bounds: &HeadBounds) -> Self {
+        let up = |bound: Option<f64>| round_up(bound.unwrap_or(0.0));
+        Self {
+            exact: up(bounds.exact.or(bounds.rounded)),
+            rounded: up(bounds.rounded),
+            isotropic: up(bounds.rank_aware),
+            ..Self::zeroed()
+        }
+    }
+
     /// The paper's calibrated bound, before a soft-cap: `isotropic` where it is set; otherwise `tau sphere c_star d sigma`, or
     /// with constant parts `tau [sphere (c_halved d sigma + linear (||a|| + ||b||)) + |c0|]`. `tau` is
     /// [`LayerSpec::logit_scale`](crate::model::LayerSpec::logit_scale).
@@ -77,6 +100,69 @@ pub struct Isotropic {
     pub c_halved: f64,
     /// Factor of the linear terms, `sqrt(2 t)`.
     pub linear: f64,
+}
+
+/// The smallest f32 that is not below `x`.
+pub fn round_up(x: f64) -> f32 {
+    let near = x as f32;
+    if f64::from(near) < x { near.next_up() } else { near }
+}
+
+/// Operand bounds of a layer, `[q, k, v][n_kv]`, rounded up. Query heads of a group share the largest; values without a bound
+/// have 0.
+pub fn operand_row(bounds: &LayerBounds, n_kv: usize) -> Vec<f32> {
+    let largest = |group: &[OperandBound]| round_up(group.iter().map(|bound| bound.rounded).fold(0.0, f64::max));
+    let row = |heads: Option<&Vec<OperandBound>>| match heads {
+        Some(heads) => heads.chunks(heads.len() / n_kv).map(largest).collect(),
+        None => vec![0.0; n_kv],
+    };
+    [Some(&bounds.q), Some(&bounds.k), bounds.v.as_ref()].map(row).concat()
+}
+
+/// Bounds of every layer in the layout of device memory: `[layer][n_q]` and `[layer][q, k, v][n_kv]`.
+///
+/// # Errors
+/// `is_mismatch` if a layer is missing or has other heads, `is_unsupported` if a head lacks the worst-case bound or that of `kind`.
+pub fn to_device(spec: &AttentionSpec, layers: &[LayerBounds], kind: BoundKind) -> Result<(Vec<HeadBound>, Vec<f32>)> {
+    let fits = |(place, (own, b)): (usize, (&LayerSpec, &LayerBounds))| {
+        let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
+        let values = b.v.as_ref().is_none_or(|v| v.len() == n_kv);
+        b.layer == place && b.heads.len() == n_q && b.q.len() == n_q && b.k.len() == n_kv && values
+    };
+    if layers.len() != spec.layers.len() || !spec.layers.iter().zip(layers).enumerate().all(fits) {
+        return Err(Error::mismatch(format_args!("{}: bounds of every layer, in order, are needed", spec.name)));
+    }
+    let (mut heads, mut operands) = (Vec::new(), Vec::new());
+    for (own, bounds) in spec.layers.iter().zip(layers) {
+        for head in &bounds.heads {
+            let within = |error: Error| error.within(spec.place(bounds.layer));
+            head.for_scale(BoundKind::WorstCase).map_err(within)?;
+            head.for_scale(kind).map_err(within)?;
+            heads.push(HeadBound::new(head));
+        }
+        operands.extend(operand_row(bounds, own.n_kv_heads));
+    }
+    Ok((heads, operands))
+}
+
+/// The bounds of every layer, from the layout of [`to_device`] or as a scale engine wrote them.
+///
+/// # Errors
+/// As [`LayerBounds::from_device`].
+pub fn from_device(
+    spec: &AttentionSpec,
+    heads: &[HeadBound],
+    operands: &[f32],
+    tail: &Tail,
+) -> Result<Vec<LayerBounds>> {
+    let offsets = HeadOffsets::new(spec.layers.iter().map(|layer| (layer.n_q_heads, layer.n_kv_heads)));
+    let layer = |layer: usize| {
+        let kv = offsets.kv(layer);
+        let heads = heads.get(offsets.q(layer)).unwrap_or_default();
+        let operands = operands.get(3 * kv.start..3 * kv.end).unwrap_or_default();
+        LayerBounds::from_device(spec, layer, heads, operands, tail)
+    };
+    (0..spec.layers.len()).map(layer).collect()
 }
 
 /// Constants of the paper's calibrated bound for one model.
@@ -160,7 +246,7 @@ impl LayerBounds {
         let heads = heads.iter().map(|head| {
             let rank_aware = head.rank_aware(&constants, tau, spec.d_model);
             HeadBounds {
-                certain: Some(head.certain.into()),
+                exact: Some(head.exact.into()),
                 rounded: Some(head.rounded.into()),
                 rank_aware: spec.qk_norm_of(own).is_none().then_some(rank_aware),
                 ..HeadBounds::default()
@@ -188,3 +274,6 @@ impl LayerBounds {
         Ok(bounds)
     }
 }
+
+#[cfg(test)]
+mod tests;

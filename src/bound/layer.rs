@@ -125,8 +125,8 @@ fn projected_head(
     let Some(exact) = &spectrum.exact else { return bounds };
 
     let root = d.sqrt();
-    let certain = tau * (d * sigma + root * (c.a + c.b) + c.c0);
-    bounds.certain = Some(certain);
+    let worst = tau * (d * sigma + root * (c.a + c.b) + c.c0);
+    bounds.exact = Some(worst);
     bounds.naive = Some(tau * (root * exact.sigma_q_upper + c.norm_q) * (root * exact.sigma_k_upper + c.norm_k));
 
     // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e_q N_Q + sqrt(r) 2^-10 s_q, and what
@@ -145,9 +145,8 @@ fn projected_head(
         product = product.min(d * balanced);
     }
     let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * error_q, flush * step_k + (1.0 + E4M3_ROUNDING) * error_k);
-    bounds.rounded = Some(
-        certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes),
-    );
+    bounds.rounded =
+        Some(worst + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes));
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);
@@ -203,7 +202,7 @@ fn normalised_head(
         Error::unsupported("a layer without head spectra and without normalized q and k has no bound")
     })?;
     let (q, k, tau) = (&limits.q[head], &limits.k[kv_head], geometry.softmax_scale);
-    let certain = if limits.shifted {
+    let exact = if limits.shifted {
         tau * q.norm() * k.norm()
     } else {
         let product = q.pair_gain.iter().zip(&k.pair_gain).map(|(a, b)| a * b).fold(0.0, f64::max);
@@ -214,10 +213,10 @@ fn normalised_head(
     let sizes = (q.norm(), k.norm());
     let flushes = (flush * step_q, flush * step_k);
     let rounded =
-        certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), sizes.0 * sizes.1, sizes, flushes);
+        exact + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), sizes.0 * sizes.1, sizes, flushes);
     Ok(HeadBounds {
         naive: Some(tau * q.norm() * k.norm()),
-        certain: Some(certain),
+        exact: Some(exact),
         rounded: Some(rounded),
         ..HeadBounds::default()
     })

@@ -195,7 +195,7 @@ fn logits(
         [geometry.q_radius_square(), geometry.latent_radius_square(), geometry.d_model as f64].map(f64::sqrt);
     let length = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
     let frobenius = |channels: &Channels| channels.folded_sq.iter().sum::<f64>().sqrt();
-    let certain = tau * (facts.logit + facts.constant);
+    let exact = tau * (facts.logit + facts.constant);
     let rotated = root * spectrum.norm_k_pe + length(&k_pe.spread);
     // Relative errors of inputs and results pass through norms; those of weights add up element by element.
     let again = 1.0 + E4M3_ROUNDING;
@@ -224,8 +224,8 @@ fn logits(
     let absorbed = rounding_gap(tau, shares, sizes_absorbed.0 * sizes_absorbed.1, sizes_absorbed, errors);
     HeadBounds {
         naive: Some(tau * sizes.0 * sizes.1),
-        certain: Some(certain),
-        rounded: Some(certain + expanded.max(absorbed)),
+        exact: Some(exact),
+        rounded: Some(exact + expanded.max(absorbed)),
         ..HeadBounds::default()
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! | bound | promise |
 //! |---|---|
-//! | `certain` | the bound in exact arithmetic: no normalized input exceeds it before rounding |
+//! | `exact` | the bound in exact arithmetic: no normalized input exceeds it before rounding |
 //! | `rounded` | the worst-case bound: the same with the roundings of q and k to BF16 and E4M3; logit descales come from it |
 //! | `rank_aware` | the paper's `c_star`, on sound per-head norms; holds with probability 1 - delta **for isotropic tokens** |
 //! | `spectrum` | sharper, same assumption |
@@ -27,7 +27,10 @@ mod tail;
 mod values;
 
 pub use centered::{HeadRange, LayerRanges};
-pub use device::{HeadBound, HeadFrobenius, Isotropic, check_device, check_plain, isotropic};
+pub use device::{
+    HeadBound, HeadFrobenius, Isotropic, check_device, check_plain, from_device, isotropic, operand_row, round_up,
+    to_device,
+};
 pub use mla::MlaBounds;
 pub use tail::{CStar, Tail, sphere_factor};
 pub use values::{BoundKind, E4M3_MAX, HeadBounds, LAYER_NORM_MEAN_LIMIT, LayerBounds, OperandBound};

@@ -1,6 +1,7 @@
 //! Bounds of a layer, as values.
 
 use crate::error::{Error, Result};
+use crate::named;
 use crate::scale::Descale;
 use serde::{Deserialize, Serialize};
 
@@ -12,17 +13,16 @@ pub const E4M3_MAX: f64 = 448.0;
 /// its length, which the rounding share covers together with the roundings to BF16.
 pub const LAYER_NORM_MEAN_LIMIT: f64 = 512.0;
 
-/// Which bound logit scales come from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum BoundKind {
-    /// The worst-case bound: no normalized input exceeds it, rounding included.
-    #[default]
-    Certain,
-    /// The paper's probabilistic bound, for isotropic tokens.
-    RankAware,
-    /// A sharper probabilistic bound, for isotropic tokens.
-    Spectrum,
+named! {
+    /// Which bound logit scales come from.
+    pub enum BoundKind is "bound" default WorstCase {
+        /// The worst-case bound: no normalized input exceeds it, rounding included.
+        WorstCase = "worst-case",
+        /// The paper's probabilistic bound, for isotropic tokens.
+        RankAware = "rank-aware",
+        /// A sharper probabilistic bound, for isotropic tokens.
+        Spectrum = "spectrum",
+    }
 }
 
 /// Bounds of one layer.
@@ -48,9 +48,9 @@ pub struct LayerBounds {
 pub struct HeadBounds {
     /// From `||W_Q|| ||W_K||`.
     pub naive: Option<f64>,
-    /// The bound in exact arithmetic.
-    pub certain: Option<f64>,
-    /// The worst-case bound: rounded operands.
+    /// The worst case in exact arithmetic.
+    pub exact: Option<f64>,
+    /// The worst case with rounded operands: what worst-case scales come from.
     pub rounded: Option<f64>,
     /// Isotropic: the paper's.
     pub rank_aware: Option<f64>,
@@ -89,20 +89,21 @@ impl OperandBound {
 }
 
 impl HeadBounds {
-    /// The bound that a logit scale of this kind comes from: `rounded` for [`BoundKind::Certain`].
+    /// The bound that a logit scale of this kind comes from: `rounded` for [`BoundKind::WorstCase`].
     ///
     /// # Errors
     /// If the estimator or the family does not give this bound.
     pub fn for_scale(&self, kind: BoundKind) -> Result<f64> {
-        let (value, name) = match kind {
-            BoundKind::Certain => (self.rounded, "certain"),
-            BoundKind::RankAware => (self.rank_aware, "rank-aware"),
-            BoundKind::Spectrum => (self.spectrum, "spectrum"),
+        let value = match kind {
+            BoundKind::WorstCase => self.rounded,
+            BoundKind::RankAware => self.rank_aware,
+            BoundKind::Spectrum => self.spectrum,
         };
         value.ok_or_else(|| {
             Error::unsupported(format_args!(
-                "there is no {name} bound: it is made of the head's own spectrum, which the power estimator does not give, and which layers \
-                 with latent attention or with q and k normalized after the projection do not have"
+                "there is no {} bound: it is made of the head's own spectrum, which the power estimator does not give, and which layers \
+                 with latent attention or with q and k normalized after the projection do not have",
+                kind.name()
             ))
         })
     }
@@ -112,7 +113,7 @@ impl HeadBounds {
         let low = |bound: Option<f64>| bound.map(|bound| bound.min(cap));
         Self {
             naive: low(self.naive),
-            certain: low(self.certain),
+            exact: low(self.exact),
             rounded: low(self.rounded),
             rank_aware: low(self.rank_aware),
             spectrum: low(self.spectrum),
@@ -126,7 +127,7 @@ impl LayerBounds {
             |name, heads: &[OperandBound]| heads.iter().map(move |bound| (name, bound.rounded)).collect::<Vec<_>>();
         let v = self.v.as_deref().unwrap_or_default();
         let operands = [operand("q", &self.q), operand("k", &self.k), operand("v", v)].concat();
-        let logits = self.heads.iter().flat_map(|h| [h.naive, h.certain, h.rounded, h.rank_aware, h.spectrum]);
+        let logits = self.heads.iter().flat_map(|h| [h.naive, h.exact, h.rounded, h.rank_aware, h.spectrum]);
         let logits = logits.flatten().map(|bound| ("logits", bound));
         match operands.into_iter().chain(logits).find(|(_, bound)| !bound.is_finite()) {
             Some((what, bound)) => {

@@ -8,7 +8,7 @@ use serde::Serialize;
 pub struct Inspection {
     /// The model.
     pub model: ModelSummary,
-    /// One entry a layer.
+    /// One entry per layer.
     pub layers: Vec<LayerInspection>,
 }
 
@@ -30,7 +30,7 @@ pub struct LayerInspection {
     /// The paper's summed matrix.
     pub sigma_sum: Option<f64>,
     /// Largest bound on a logit, in exact arithmetic.
-    pub bound_certain: Option<f64>,
+    pub bound_exact: Option<f64>,
     /// The worst-case bound: the same including rounding. Logit descales come from it.
     pub bound_rounded: Option<f64>,
     /// What centers change; absent where keys have no constant part.
@@ -63,7 +63,7 @@ pub struct HeadInspection {
     /// `frobenius^2 / sigma^2`.
     pub stable_rank: Option<f64>,
     /// Bound on a logit, in exact arithmetic.
-    pub bound_certain: Option<f64>,
+    pub bound_exact: Option<f64>,
     /// The worst-case bound: the same including rounding.
     pub bound_rounded: Option<f64>,
 }
@@ -102,7 +102,7 @@ impl HeadInspection {
             rope_ratio: ratio,
             frobenius: head.frobenius,
             stable_rank: head.stable_rank,
-            bound_certain: head.bound_certain,
+            bound_exact: head.bound_exact,
             bound_rounded: head.bound_rounded,
         }
     }
@@ -120,7 +120,7 @@ impl LayerInspection {
             stable_rank: statistics(|head| head.stable_rank),
             rope_ratio: statistics(|head| head.rope_ratio),
             sigma_sum: profile.sigma_sum,
-            bound_certain: statistics(|head| head.bound_certain).map(|bound| bound.max),
+            bound_exact: statistics(|head| head.bound_exact).map(|bound| bound.max),
             bound_rounded: statistics(|head| head.bound_rounded).map(|bound| bound.max),
             center: profile.center.clone(),
             mla: profile.mla.clone(),

@@ -17,7 +17,7 @@ pub struct Options {
     pub eta: f64,
     /// Bound that logit descales come from.
     pub bound: BoundKind,
-    /// One scale a head or a layer.
+    /// One scale per head or per layer.
     pub granularity: Granularity,
     /// Engine.
     pub estimator: Estimator,
@@ -74,7 +74,7 @@ impl Options {
         }
         if !self.as_paper && self.estimator == Estimator::Power {
             match self.bound {
-                BoundKind::Certain => {
+                BoundKind::WorstCase => {
                     return Err(Error::argument(
                         "bound worst-case needs estimator gram, since power iteration gives a lower bound, which \
                          cannot certify; with estimator power use bound rank-aware",

@@ -28,7 +28,7 @@ pub struct Profile {
     /// How the layers were computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub method: Option<Method>,
-    /// One entry a layer; only with weights.
+    /// One entry per layer; only with weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<Vec<LayerProfile>>,
 }
@@ -104,7 +104,7 @@ pub struct Method {
     pub estimator: Estimator,
     /// Whether the logit bound holds under the model's rotation: power iteration and `as_paper` leave RoPE out.
     pub rotation: bool,
-    /// One scale a head or a layer.
+    /// One scale per head or per layer.
     pub granularity: Granularity,
     /// Whether everything is as the paper has it.
     pub as_paper: bool,
@@ -342,7 +342,7 @@ pub struct HeadProfile {
     /// See [`HeadBounds`].
     pub bound_naive: Option<f64>,
     /// See [`HeadBounds`].
-    pub bound_certain: Option<f64>,
+    pub bound_exact: Option<f64>,
     /// See [`HeadBounds`].
     pub bound_rounded: Option<f64>,
     /// See [`HeadBounds`].
@@ -391,7 +391,7 @@ impl HeadProfile {
             power: None,
             bias_constant: None,
             bound_naive: bounds.naive,
-            bound_certain: bounds.certain,
+            bound_exact: bounds.exact,
             bound_rounded: bounds.rounded,
             bound_rank_aware: bounds.rank_aware,
             bound_spectrum: bounds.spectrum,

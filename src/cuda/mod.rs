@@ -4,16 +4,18 @@
 //! are looked for when first asked for, and every answer to "is it there" is a value, never a panic.
 //!
 //! - [`is_available`] and [`probe`] say what was found.
-//! - [`Device`] opens a GPU, [`Device::module`] compiles one of [`sources`] through NVRTC (or takes it from the
-//!   [`cache`]), [`Kernel`] launches it, [`Buffer`] owns device memory, [`Stream`] orders work, [`Graph`] replays it.
+//! - [`Device`] opens a GPU, whose kernels are compiled through NVRTC or taken from a cache of files; [`Buffer`] owns
+//!   device memory, [`Stream`] orders work, [`Graph`] replays it.
 //! - [`View`] is an array in device memory that belongs to somebody else; [`KeepCurrent`] restores the caller's current
 //!   device, and [`OutsideCaptures`] keeps what sets up out of another thread's capture.
 //!
 //! Foreign memory is unsafe once, where a [`View`] or an engine over addresses is made; launches state why their
-//! arguments fit ([`Kernel::launch`]). What the kernels compute is [`crate::device`]'s business.
+//! arguments fit. What the kernels compute is [`crate::device`]'s business.
 //!
 //! What it does not do: allocate or synchronise behind the caller's back once set up; own memory or streams of others.
 
+// Hidden: tests compile kernels without a GPU, keep them in caches of their own, and launch a plain kernel beside ours.
+#[doc(hidden)]
 pub mod cache;
 mod device;
 mod driver;
@@ -24,6 +26,7 @@ pub(crate) mod per_key;
 mod pointer;
 mod probe;
 mod side;
+#[doc(hidden)]
 pub mod sources;
 mod stream;
 pub(crate) mod tensor_map;
@@ -31,10 +34,11 @@ mod view;
 
 pub use device::{Buffer, Device};
 pub use driver::{KeepCurrent, OutsideCaptures};
+#[doc(hidden)]
 pub use kernel::{Arg, Kernel, Launch, Module};
-pub use nvrtc::{
-    Arch, Compiled, Request, ResourceUse, compile, compiler_build, compiler_version, is_compiler_available,
-};
+pub use nvrtc::{Arch, compiler_version};
+#[doc(hidden)]
+pub use nvrtc::{Compiled, Request, ResourceUse, compile, compiler_build, is_compiler_available};
 pub use pointer::DevicePtr;
 pub use probe::{Probe, is_available, probe, require};
 pub(crate) use side::SideStreams;

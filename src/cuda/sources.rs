@@ -32,7 +32,7 @@ sources! {
     /// Operand descales from channel statistics.
     DESCALES = "scale/operand_descales";
     /// The same of latent attention.
-    LATENT_DESCALES = "scale/latent_descales";
+    MLA_DESCALES = "scale/mla_descales";
     /// Grams of any head, without tensor cores.
     GRAMS_GENERIC = "scale/grams_generic";
     /// Grams on Hopper's tensor cores, the weights rounded once.

@@ -31,31 +31,40 @@ pub const E4M3_MAX: f32 = 448.0;
 /// The last value that rounds to an E4M3 number; values above it round out of range.
 pub const E4M3_LAST_ROUNDING: f32 = 464.0;
 
-/// An FP8 format.
-///
-/// ```
-/// use sigmascale::fp8::{Format, OnOverflow};
-/// let code = Format::E4m3.encode(430.08, OnOverflow::Saturate);
-/// assert_eq!(Format::E4m3.decode(code), 416.0);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// OCP E4M3: maximum 448, one NaN per sign, no infinity (`ml_dtypes` `float8_e4m3fn`).
-    E4m3,
-    /// OCP E5M2: maximum 57344, IEEE-like infinities and NaN (`float8_e5m2`).
-    E5m2,
-    /// E4M3 whose top exponent is kept for infinity and NaN: maximum 240 (`float8_e4m3`).
-    E4m3Ieee,
+crate::named! {
+    /// An FP8 format.
+    ///
+    /// ```
+    /// use sigmascale::fp8::{Format, OnOverflow};
+    /// let code = Format::E4m3.encode(430.08, OnOverflow::Saturate);
+    /// assert_eq!(Format::E4m3.decode(code), 416.0);
+    /// ```
+    pub enum Format is "FP8 format" {
+        /// Maximum 448, no infinity.
+        ///
+        /// OCP E4M3, with one NaN per sign (`ml_dtypes` `float8_e4m3fn`).
+        E4m3 = "e4m3",
+        /// Maximum 57344.
+        ///
+        /// OCP E5M2, with IEEE-like infinities and NaN (`float8_e5m2`).
+        E5m2 = "e5m2",
+        /// E4M3 that keeps infinities: maximum 240.
+        ///
+        /// The top exponent is kept for infinity and NaN (`float8_e4m3`).
+        E4m3Ieee = "e4m3-240",
+    }
 }
 
-/// What a cast does with a value that rounding takes out of the format.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum OnOverflow {
-    /// The maximum with the value's sign, also for infinities, as `cvt.rn.satfinite` does. NaN stays NaN.
-    #[default]
-    Saturate,
-    /// NaN in `E4m3`, the infinity elsewhere.
-    NonFinite,
+crate::named! {
+    /// What a cast does with a value that rounding takes out of the format.
+    pub enum OnOverflow is "cast" default Saturate {
+        /// The maximum with the sign of the value.
+        ///
+        /// Also for infinities, as `cvt.rn.satfinite` does. NaN stays NaN.
+        Saturate = "saturating",
+        /// NaN in E4M3, the infinity in the other formats.
+        NonFinite = "nan",
+    }
 }
 
 /// The numbers that define a format.
@@ -135,9 +144,6 @@ macro_rules! with_layout {
 use with_layout;
 
 impl Format {
-    /// Every format.
-    pub const ALL: [Self; 3] = [Self::E4m3, Self::E5m2, Self::E4m3Ieee];
-
     /// The largest finite value: 448, 57344 or 240.
     pub fn max(self) -> f32 {
         with_layout!(self, L => L::MAX)

@@ -1,6 +1,6 @@
 //! From `config.json` to an [`AttentionSpec`].
 //!
-//! Reads both generations of the keys (`rope_theta` with `rope_scaling`, or `rope_parameters`, also one set a layer
+//! Reads both generations of the keys (`rope_theta` with `rope_scaling`, or `rope_parameters`, also one set per layer
 //! type; `torch_dtype` or `dtype`) and fills absent keys with the defaults of the reference implementation. What the
 //! table in `families` does not know is refused by name: a model type, a rotation, a quantisation, a setting that
 //! changes the logits. Sizes are capped before anything is allocated from them.

@@ -4,12 +4,12 @@
 //! are those of the reference implementation (Hugging Face transformers). A model type outside the table is refused by
 //! name: an architecture that is not understood has no bound.
 //!
-//! `schema` says what a row holds; the rows are in `rms_norm`, `layer_norm`, `latent`, `hybrids`, `refused` and `wrappers`.
+//! `schema` says what a row holds; the rows are in `rms_norm`, `layer_norm`, `mla`, `hybrids`, `refused` and `wrappers`.
 
 mod hybrids;
-mod latent;
 mod layer_norm;
 mod lookup;
+mod mla;
 mod parts;
 mod refused;
 mod rms_norm;

@@ -16,12 +16,13 @@ mod header;
 mod heads;
 mod hybrid;
 mod keys;
-mod latent;
 mod layout;
 mod mla;
+mod mla_keys;
 mod preset;
 mod quantization;
 mod record;
+mod rotate;
 mod rotation;
 mod rounding;
 mod shards;
@@ -43,6 +44,7 @@ pub use layout::{LayerNames, Layout, MlaNames, ProjectionName, attention_module}
 pub use mla::Mla;
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
+pub use rotate::rotate;
 pub use rounding::{
     E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, MlaRounding, RoundingShare, WeightRounding, norm_roundings,
 };

@@ -81,7 +81,7 @@ impl Stored {
         }
         let tile = match settings.get("weight_block_size") {
             Some(sides) => Some(settings.tile("weight_block_size", sides)?),
-            // Written as null, it means one scale a tensor.
+            // Written as null, it means one scale per tensor.
             None if method == "fp8" && !settings.map.contains_key("weight_block_size") => Some(DEFAULT_TILE),
             None if method == "compressed-tensors" => settings.group_tile()?,
             None => None,

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 ///
 /// What all layers share stands here, heads, rotation and softmax scale in each [`LayerSpec`]. `d_model` channels enter every
 /// layer.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(remote = "Self")]
 pub struct AttentionSpec {
     /// Name shown to people: the preset, folder or file it came from.
     pub name: String,
@@ -16,10 +17,12 @@ pub struct AttentionSpec {
     pub family: String,
     /// What stands in front of the family's tensor names: the checkpoint's own, or for a config alone what such checkpoints
     /// usually have. It is no part of a saved spec.
+    #[serde(skip)]
     pub prefix: String,
     /// Whether a token sees only itself and the ones before it.
     pub causal: bool,
     /// The layers that have attention, in order.
+    #[serde(flatten, with = "super::record")]
     pub layers: Vec<LayerSpec>,
     /// Model dimension d.
     pub d_model: usize,
@@ -35,14 +38,18 @@ pub struct AttentionSpec {
     pub max_positions: Option<usize>,
     /// Whether each value head is normalized to the length `sqrt(d_head)`, without a gain (Gemma 3n and 4): then its values are
     /// bounded whatever the weights are.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub v_norm: bool,
     /// Residual streams, each with a norm of its own, whose gated mean attention reads (Qwen4-Exp): `norm` bounds that mean, and
     /// [`LayerWeights`](super::LayerWeights) has its gain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub streams: Option<usize>,
     /// Factors beside the weights (Falcon-H1). [`LayerWeights`](super::LayerWeights) has them in its gain and in k already.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multipliers: Option<Multipliers>,
     /// Whether the projections may read their input rounded to E4M3, as FP8 matrix products do (checkpoints whose weights are
     /// stored so). Otherwise in 16 or 32 bits.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fp8_inputs: bool,
 }
 
@@ -106,6 +113,12 @@ pub struct Temperature {
 }
 
 impl Temperature {
+    /// One factor for all positions, as the largest of one position; `None` for a factor of 1.
+    pub fn constant(factor: f64) -> Option<Self> {
+        let strength = (factor - 1.0) / std::f64::consts::LN_2;
+        (factor != 1.0).then_some(Self { strength, period: 1, shift: 1, positions: 1 })
+    }
+
     /// The factor at a position.
     pub fn factor(&self, position: usize) -> f64 {
         1.0 + self.strength * (1.0 + (position.saturating_add(self.shift) / self.period) as f64).ln()
@@ -125,6 +138,31 @@ impl Temperature {
 }
 
 impl LayerSpec {
+    /// A layer of these heads without any trait: no rotation, a softmax scale of `1 / sqrt(d_head)`.
+    ///
+    /// ```
+    /// use sigmascale::model::{AttentionSpec, LayerSpec};
+    /// let layer = LayerSpec { softmax_scale: 0.1, ..LayerSpec::plain(8, 2, 64) };
+    /// let spec = AttentionSpec { soft_cap: Some(50.0), ..AttentionSpec::plain(512, vec![layer]) };
+    /// spec.check()?;
+    /// # Ok::<(), sigmascale::Error>(())
+    /// ```
+    pub fn plain(n_q_heads: usize, n_kv_heads: usize, d_head: usize) -> Self {
+        Self {
+            number: 0,
+            n_q_heads,
+            n_kv_heads,
+            d_head,
+            rope: None,
+            softmax_scale: 1.0 / (d_head as f64).sqrt(),
+            temperature: None,
+            window: None,
+            sinks: false,
+            kv_source: None,
+            mla: None,
+        }
+    }
+
     /// Largest factor on the query; 1 without one.
     pub fn query_factor(&self) -> f64 {
         self.temperature.map_or(1.0, |temperature| temperature.largest())
@@ -199,6 +237,27 @@ fn is_positive(value: f64) -> bool {
 }
 
 impl AttentionSpec {
+    /// A causal model of these layers without any trait: an RMSNorm with a gain in front of projections without biases.
+    pub fn plain(d_model: usize, layers: Vec<LayerSpec>) -> Self {
+        Self {
+            name: "model".to_owned(),
+            family: String::new(),
+            prefix: String::new(),
+            causal: true,
+            layers,
+            d_model,
+            norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },
+            bias: QkvBias::default(),
+            qk_norm: None,
+            soft_cap: None,
+            max_positions: None,
+            v_norm: false,
+            streams: None,
+            multipliers: None,
+            fp8_inputs: false,
+        }
+    }
+
     /// Whether the parts fit together: counts, numbers in order, rotations within a head.
     ///
     /// # Errors

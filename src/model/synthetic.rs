@@ -84,7 +84,7 @@ impl SyntheticModel {
     /// A model of this shape.
     ///
     /// # Errors
-    /// `is_argument` if the targets are not one finite positive number a layer, or the gain is not finite; `is_unsupported` for
+    /// `is_argument` if the targets are not one finite positive number per layer, or the gain is not finite; `is_unsupported` for
     /// latent attention.
     pub fn new(spec: &AttentionSpec, seed: u64, options: SyntheticOptions) -> Result<Self> {
         if spec.has_mla() {

@@ -5,6 +5,7 @@ use crate::bound::{E4M3_MAX, HeadRange, LayerBounds, LayerRanges, OperandBound};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, E4M3_ROUNDING, LayerSpec, LayerWeights};
+use crate::named;
 use crate::scale::Descale;
 use serde::{Deserialize, Serialize};
 
@@ -12,21 +13,18 @@ use serde::{Deserialize, Serialize};
 /// Qwen2.5-Coder-0.5B, where the whole context is within 2.6.
 pub const CENTER_POSITIONS: usize = 2048;
 
-/// Where a center comes from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
-#[serde(rename_all = "kebab-case")]
-pub enum CenterSource {
-    /// Nothing is subtracted.
-    #[default]
-    None,
-    /// The constant part that the weights give keys (its mean over positions, where it rotates) and values.
-    Weights,
-    /// The mean of the keys or values that a runtime has seen.
-    #[cfg_attr(feature = "cli", value(skip))]
-    Mean,
-    /// The least worst-case bound in exact arithmetic. The mean of the bias has the smaller error.
-    Minimax,
+named! {
+    /// Where a center comes from.
+    pub enum CenterSource is "source of centers" default None {
+        /// Nothing is subtracted.
+        None = "none",
+        /// The constant part that the weights give keys (its mean over positions, where it rotates) and values.
+        Weights = "weights",
+        /// The mean of the keys or values that a runtime has seen.
+        Mean = "mean",
+        /// The least worst-case bound in exact arithmetic; the mean of the bias has the smaller error.
+        Minimax = "minimax",
+    }
 }
 
 /// Which centers a model gets.

@@ -17,23 +17,22 @@
 //!   until a restart; the step's report carries the safe plan.
 //! - **Forbidden**: after more than `max_restarts` restarts, and for a pool that saw only zeros.
 
-use super::config::{AutoCConfig, PolicyConfig, Pooling};
 use super::contract::Policy;
-use super::geometry::check_eta;
-use super::kind::PolicyKind;
 use super::report::{PolicyEvent, Report, Restart};
 use super::shape::PolicyShape;
-use super::state::{AutoCState, Forbidden, Memory, Phase, PolicyState, RatioPool};
-use super::tensor::{Tensor, largest, overflows};
+use super::table::{
+    AutoCConfig, AutoCState, Forbidden, Memory, Phase, PolicyConfig, PolicyKind, PolicyState, Pooling, RatioPool,
+};
+use super::tensor::{ScaledTensor, largest, overflows};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
-use crate::plan::{Granularity, OperandDescales, ScalePlan};
+use crate::plan::{Granularity, OperandDescales, ScalePlan, check_eta};
 use crate::scale::Descale;
 use crate::stats::StepStats;
 use std::ops::Range;
 
 /// Tensors that have constants, in this order everywhere.
-const TENSORS: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
+const TENSORS: [ScaledTensor; 4] = [ScaledTensor::Logit, ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V];
 
 /// The policy.
 #[derive(Clone, Debug)]
@@ -67,7 +66,7 @@ impl AutoC {
             && state.pools.iter().zip(TENSORS).all(|(pools, tensor)| {
                 pools.len() == pool_count(&config, &shape, tensor)
                     && pools.iter().enumerate().all(|(at, pool)| {
-                        // A pool a layer, or pools that all keep as much.
+                        // A pool per layer, or pools that all keep as much.
                         let layer = if config.pooling == Pooling::Layer { at } else { 0 };
                         let phase = match pool.phase {
                             Phase::Frozen { c } | Phase::FellBack { c } => unit(c),
@@ -89,12 +88,12 @@ impl AutoC {
     ///
     /// # Panics
     /// If there is no such layer, or if o is asked for, which has no constant of its own.
-    pub fn phase(&self, tensor: Tensor, layer: usize, head: usize) -> Phase {
-        assert!(tensor != Tensor::O && layer < self.shape.layers());
+    pub fn phase(&self, tensor: ScaledTensor, layer: usize, head: usize) -> Phase {
+        assert!(tensor != ScaledTensor::O && layer < self.shape.layers());
         self.state.pools[tensor as usize][self.pool(tensor, layer, head)].phase
     }
 
-    fn pool(&self, tensor: Tensor, layer: usize, head: usize) -> usize {
+    fn pool(&self, tensor: ScaledTensor, layer: usize, head: usize) -> usize {
         match self.config.pooling {
             Pooling::Model => 0,
             Pooling::Layer => layer,
@@ -103,14 +102,14 @@ impl AutoC {
     }
 
     /// The worst-case bounds of a tensor, one for each of its descales.
-    fn bounds(&self, tensor: Tensor, bounds: &LayerBounds) -> Option<Vec<f64>> {
+    fn bounds(&self, tensor: ScaledTensor, bounds: &LayerBounds) -> Option<Vec<f64>> {
         let mut row = tensor.bound_row(bounds, self.shape.of(bounds.layer))?;
         share(&mut row, self.config.granularity);
         Some(row)
     }
 
-    /// `c bound / target` for each head. With one scale a layer and a constant a head, the largest.
-    fn descales(&self, tensor: Tensor, bounds: &LayerBounds, target: f64) -> Result<Option<Vec<Descale>>> {
+    /// `c bound / target` for each head. With one scale per layer and a constant per head, the largest.
+    fn descales(&self, tensor: ScaledTensor, bounds: &LayerBounds, target: f64) -> Result<Option<Vec<Descale>>> {
         let Some(mut row) = self.bounds(tensor, bounds) else { return Ok(None) };
         for (head, bound) in row.iter_mut().enumerate() {
             *bound *= self.phase(tensor, bounds.layer, head).c();
@@ -227,7 +226,7 @@ fn check(config: &AutoCConfig) -> Result<()> {
     Ok(())
 }
 
-fn pool_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> usize {
+fn pool_count(config: &AutoCConfig, shape: &PolicyShape, tensor: ScaledTensor) -> usize {
     match config.pooling {
         Pooling::Model => 1,
         Pooling::Layer => shape.layers(),
@@ -236,16 +235,16 @@ fn pool_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> usiz
 }
 
 /// Heads of one tensor in one layer, counted over the model.
-fn heads_of(shape: &PolicyShape, layer: usize, tensor: Tensor) -> Range<usize> {
-    if tensor == Tensor::Logit { shape.heads().q(layer) } else { shape.heads().kv(layer) }
+fn heads_of(shape: &PolicyShape, layer: usize, tensor: ScaledTensor) -> Range<usize> {
+    if tensor == ScaledTensor::Logit { shape.heads().q(layer) } else { shape.heads().kv(layer) }
 }
 
-fn all_heads(shape: &PolicyShape, tensor: Tensor) -> usize {
-    if tensor == Tensor::Logit { shape.heads().all_q() } else { shape.heads().all_kv() }
+fn all_heads(shape: &PolicyShape, tensor: ScaledTensor) -> usize {
+    if tensor == ScaledTensor::Logit { shape.heads().all_q() } else { shape.heads().all_kv() }
 }
 
 /// n: ratios that the pool of a layer has seen at the end of burn-in.
-fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, layer: usize, tensor: Tensor) -> u64 {
+fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, layer: usize, tensor: ScaledTensor) -> u64 {
     let heads = match config.pooling {
         Pooling::Model => all_heads(shape, tensor),
         Pooling::Layer => tensor.row(shape.of(layer)),
@@ -259,8 +258,8 @@ impl AutoCConfig {
     ///
     /// # Panics
     /// If there is no such layer, or if `tensor` is o, which has no pool.
-    pub fn kept_ratios(&self, shape: &PolicyShape, layer: usize, tensor: Tensor) -> usize {
-        assert!(tensor != Tensor::O && layer < shape.layers());
+    pub fn kept_ratios(&self, shape: &PolicyShape, layer: usize, tensor: ScaledTensor) -> usize {
+        assert!(tensor != ScaledTensor::O && layer < shape.layers());
         usize::try_from(kept(ratio_count(self, shape, layer, tensor), self.quantile)).unwrap_or(usize::MAX)
     }
 }
@@ -284,17 +283,17 @@ impl Policy for AutoC {
     fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
         self.shape.check_bounds(bounds)?;
         let missing = || Error::unsupported("auto-c needs the worst-case bound, which is not available for this layer");
-        let logit_bound = self.bounds(Tensor::Logit, bounds).ok_or_else(missing)?;
+        let logit_bound = self.bounds(ScaledTensor::Logit, bounds).ok_or_else(missing)?;
         let row = |tensor, target| self.descales(tensor, bounds, target);
-        let v = row(Tensor::V, E4M3_MAX)?;
+        let v = row(ScaledTensor::V, E4M3_MAX)?;
         let o = v.as_ref().map(|v| v.iter().map(|v| Descale::new(2.0 * v.get())).collect()).transpose()?;
         Ok(ScalePlan {
             layer: bounds.layer,
             logit_bound: Some(logit_bound),
-            logit_descale: row(Tensor::Logit, self.config.eta * E4M3_MAX)?.ok_or_else(missing)?,
+            logit_descale: row(ScaledTensor::Logit, self.config.eta * E4M3_MAX)?.ok_or_else(missing)?,
             operands: OperandDescales {
-                q: row(Tensor::Q, E4M3_MAX)?.ok_or_else(missing)?,
-                k: row(Tensor::K, E4M3_MAX)?.ok_or_else(missing)?,
+                q: row(ScaledTensor::Q, E4M3_MAX)?.ok_or_else(missing)?,
+                k: row(ScaledTensor::K, E4M3_MAX)?.ok_or_else(missing)?,
                 v,
                 o,
             },
@@ -334,7 +333,7 @@ impl Policy for AutoC {
     }
 }
 
-/// Fills a row with its largest value where one scale a layer is asked for.
+/// Fills a row with its largest value where one scale per layer is asked for.
 fn share(row: &mut [f64], granularity: Granularity) {
     if granularity == Granularity::Layer {
         let largest = row.iter().copied().fold(0.0, f64::max);

@@ -1,14 +1,13 @@
 //! Policies from their parameters, at their start or from a saved state.
 
 use super::auto_c::AutoC;
-use super::config::PolicyConfig;
 use super::contract::Policy;
 use super::current::Current;
 use super::delayed::{DelayedPaper, DelayedTe};
 use super::differs::differs;
 use super::geometry::Geometry;
 use super::shape::PolicyShape;
-use super::state::{Memory, PolicyState, STATE_VERSION};
+use super::table::{Memory, PolicyConfig, PolicyState, STATE_VERSION};
 use crate::error::{Error, Result};
 
 impl PolicyConfig {
@@ -27,7 +26,7 @@ impl PolicyConfig {
     pub fn build(&self, shape: PolicyShape) -> Result<Box<dyn Policy>> {
         shape.check()?;
         Ok(match self {
-            Self::Geometry(config) => Box::new(Geometry::certain(*config, shape)?),
+            Self::Geometry(config) => Box::new(Geometry::worst_case(*config, shape)?),
             Self::GeometryCStar(config) => Box::new(Geometry::c_star(*config, shape)?),
             Self::AutoC(config) => Box::new(AutoC::new(*config, shape)?),
             Self::DelayedPaper(config) => Box::new(DelayedPaper::new(*config, shape)?),

@@ -1,9 +1,8 @@
 //! What every policy does.
 
-use super::config::PolicyConfig;
 use super::report::{PolicyEvent, Report, Restart};
 use super::shape::PolicyShape;
-use super::state::PolicyState;
+use super::table::{PolicyConfig, PolicyState};
 use crate::bound::LayerBounds;
 use crate::error::Result;
 use crate::plan::ScalePlan;

@@ -4,13 +4,11 @@
 //! is not known before the call, so o takes twice the descale of v, which always suffices: an output is a weighted mean
 //! of values.
 
-use super::config::{CurrentConfig, PolicyConfig};
 use super::contract::Policy;
-use super::kind::PolicyKind;
 use super::report::Report;
 use super::shape::PolicyShape;
-use super::state::{Memory, PolicyState};
-use super::tensor::{Tensor, largest};
+use super::table::{CurrentConfig, Memory, PolicyConfig, PolicyKind, PolicyState};
+use super::tensor::{ScaledTensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
@@ -54,7 +52,7 @@ impl Policy for Current {
             return Err(Error::argument("current scaling needs the statistics of the step that it plans"));
         };
         shape.check_stats(stats)?;
-        let row = |tensor: Tensor| -> Result<Vec<Descale>> {
+        let row = |tensor: ScaledTensor| -> Result<Vec<Descale>> {
             let mut amax = tensor.amax_row(stats, shape);
             if self.config.granularity == Granularity::Layer {
                 let shared = largest(&amax);
@@ -63,13 +61,13 @@ impl Policy for Current {
             let descale = |&amax: &f32| Descale::covering(f64::from(amax) * HEADROOM, E4M3_MAX);
             amax.iter().map(descale).collect::<Result<_>>().map_err(|error| error.within(tensor.name()))
         };
-        let v = row(Tensor::V)?;
+        let v = row(ScaledTensor::V)?;
         let o = v.iter().map(|v| Descale::new(2.0 * v.get())).collect::<Result<_>>()?;
         Ok(ScalePlan {
             layer: bounds.layer,
             logit_bound: None,
-            logit_descale: row(Tensor::Logit)?,
-            operands: OperandDescales { q: row(Tensor::Q)?, k: row(Tensor::K)?, v: Some(v), o: Some(o) },
+            logit_descale: row(ScaledTensor::Logit)?,
+            operands: OperandDescales { q: row(ScaledTensor::Q)?, k: row(ScaledTensor::K)?, v: Some(v), o: Some(o) },
         })
     }
 

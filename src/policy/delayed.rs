@@ -4,13 +4,14 @@
 //! the start. `delayed-te` is TransformerEngine's recipe: a quantization scale and a history of amax, updated after every
 //! step. Both have one scale per tensor and layer by default and observe o too.
 
-use super::config::{AmaxAlgorithm, DelayedPaperConfig, DelayedTeConfig, PolicyConfig};
 use super::contract::Policy;
-use super::kind::PolicyKind;
 use super::report::{PolicyEvent, Report};
 use super::shape::{LayerShape, PolicyShape};
-use super::state::{DelayedState, Memory, PaperSlot, PolicyState, TeSlot};
-use super::tensor::{Tensor, largest};
+use super::table::{
+    AmaxAlgorithm, DelayedPaperConfig, DelayedState, DelayedTeConfig, Memory, PaperSlot, PolicyConfig, PolicyKind,
+    PolicyState, TeSlot,
+};
+use super::tensor::{ScaledTensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
@@ -45,7 +46,7 @@ pub trait Slot: Clone + fmt::Debug + PartialEq + Send + Sync + 'static {
     /// If a parameter breaks its rule.
     fn check(config: &Self::Config) -> Result<()>;
 
-    /// One scale a head or a layer.
+    /// One scale per head or per layer.
     fn granularity(config: &Self::Config) -> Granularity;
 
     /// The policy's parameters as one of the six.
@@ -216,7 +217,8 @@ impl<S: Slot> Delayed<S> {
     pub fn new(config: S::Config, shape: PolicyShape) -> Result<Self> {
         S::check(&config)?;
         let start = |layer: usize| {
-            Tensor::ALL.map(|tensor| vec![S::start(&config); slots(shape.of(layer), S::granularity(&config), tensor)])
+            ScaledTensor::ALL
+                .map(|tensor| vec![S::start(&config); slots(shape.of(layer), S::granularity(&config), tensor)])
         };
         let layers = (0..shape.layers()).map(start).collect();
         Ok(Self { config, shape, state: DelayedState { layers } })
@@ -229,7 +231,7 @@ impl<S: Slot> Delayed<S> {
     pub fn resume(config: S::Config, shape: PolicyShape, state: DelayedState<S>) -> Result<Self> {
         S::check(&config)?;
         let sound = |(at, layer): (usize, &[Vec<S>; 5])| {
-            layer.iter().zip(Tensor::ALL).all(|(row, tensor)| {
+            layer.iter().zip(ScaledTensor::ALL).all(|(row, tensor)| {
                 row.len() == slots(shape.of(at), S::granularity(&config), tensor)
                     && row.iter().all(|slot| slot.is_sound(&config))
             })
@@ -245,12 +247,12 @@ impl<S: Slot> Delayed<S> {
     }
 
     /// The memory of one tensor of one layer.
-    pub fn slots(&self, layer: usize, tensor: Tensor) -> &[S] {
+    pub fn slots(&self, layer: usize, tensor: ScaledTensor) -> &[S] {
         &self.state.layers[layer][tensor as usize]
     }
 }
 
-fn slots(shape: LayerShape, granularity: Granularity, tensor: Tensor) -> usize {
+fn slots(shape: LayerShape, granularity: Granularity, tensor: ScaledTensor) -> usize {
     match granularity {
         Granularity::Layer => 1,
         Granularity::Head => tensor.row(shape),
@@ -269,7 +271,7 @@ impl<S: Slot> Policy for Delayed<S> {
     fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
         let shape = self.shape.check_bounds(bounds)?;
         let layer = &self.state.layers[bounds.layer];
-        let row = |tensor: Tensor| -> Result<Vec<Descale>> {
+        let row = |tensor: ScaledTensor| -> Result<Vec<Descale>> {
             let slots = &layer[tensor as usize];
             let n = tensor.row(shape);
             (0..n).map(|head| slots[head * slots.len() / n].descale(&self.config)).collect()
@@ -277,12 +279,12 @@ impl<S: Slot> Policy for Delayed<S> {
         Ok(ScalePlan {
             layer: bounds.layer,
             logit_bound: None,
-            logit_descale: row(Tensor::Logit)?,
+            logit_descale: row(ScaledTensor::Logit)?,
             operands: OperandDescales {
-                q: row(Tensor::Q)?,
-                k: row(Tensor::K)?,
-                v: Some(row(Tensor::V)?),
-                o: Some(row(Tensor::O)?),
+                q: row(ScaledTensor::Q)?,
+                k: row(ScaledTensor::K)?,
+                v: Some(row(ScaledTensor::V)?),
+                o: Some(row(ScaledTensor::O)?),
             },
         })
     }
@@ -291,7 +293,7 @@ impl<S: Slot> Policy for Delayed<S> {
         let shape = self.shape.check_step(plan, bounds, stats)?;
         let kind: PolicyKind = self.config().kind();
         let mut report = Report::new(kind, shape, plan, bounds, stats);
-        for (slots, tensor) in self.state.layers[plan.layer].iter_mut().zip(Tensor::ALL) {
+        for (slots, tensor) in self.state.layers[plan.layer].iter_mut().zip(ScaledTensor::ALL) {
             let amax = tensor.amax_row(stats, shape);
             let heads = amax.len() / slots.len();
             for (slot, heads) in slots.iter_mut().zip(amax.chunks(heads)) {

@@ -15,7 +15,7 @@ pub fn differs<T: Serialize>(what: &str, saved: &T, expected: &T) -> Result<()> 
 }
 
 /// The fields in which two values serialize differently, in the form `field is this, not that`.
-pub(crate) fn differences<T: Serialize>(this: &T, that: &T) -> Result<Vec<String>> {
+pub fn differences<T: Serialize>(this: &T, that: &T) -> Result<Vec<String>> {
     let value = |x: &T| serde_json::to_value(x).map_err(Error::argument);
     let mut found = Vec::new();
     collect_differences("", &value(this)?, &value(that)?, &mut found);

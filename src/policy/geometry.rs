@@ -1,14 +1,12 @@
 //! Scales from the weights: `geometry` and `geometry-c-star`.
 
-use super::config::{GeometryConfig, PolicyConfig};
 use super::contract::Policy;
-use super::kind::PolicyKind;
 use super::report::Report;
 use super::shape::PolicyShape;
-use super::state::{Memory, PolicyState};
+use super::table::{GeometryConfig, Memory, PolicyConfig, PolicyKind, PolicyState};
 use crate::bound::{BoundKind, LayerBounds};
-use crate::error::{Error, Result};
-use crate::plan::ScalePlan;
+use crate::error::Result;
+use crate::plan::{ScalePlan, check_eta};
 use crate::stats::StepStats;
 
 /// What `geometry-c-star` rests on.
@@ -29,30 +27,20 @@ impl Geometry {
     /// Policy `geometry`: logits from the worst-case bound. No normalized input overflows.
     ///
     /// # Errors
-    /// `is_argument` if eta is not in (0, 1].
-    pub fn certain(config: GeometryConfig, shape: PolicyShape) -> Result<Self> {
+    /// `is_argument` as [`check_eta`].
+    pub fn worst_case(config: GeometryConfig, shape: PolicyShape) -> Result<Self> {
         check_eta(config.eta)?;
-        Ok(Self { config, shape, bound: BoundKind::Certain })
+        Ok(Self { config, shape, bound: BoundKind::WorstCase })
     }
 
     /// Policy `geometry-c-star`: logits from the paper's calibrated bound (Proposition 3.4) on sound per-head norms.
     /// It holds with probability `1 - delta` under [`ISOTROPY`] only.
     ///
     /// # Errors
-    /// `is_argument` if eta is not in (0, 1].
+    /// `is_argument` as [`check_eta`].
     pub fn c_star(config: GeometryConfig, shape: PolicyShape) -> Result<Self> {
         check_eta(config.eta)?;
         Ok(Self { config, shape, bound: BoundKind::RankAware })
-    }
-}
-
-/// # Errors
-/// If eta is not in (0, 1].
-pub(super) fn check_eta(eta: f64) -> Result<()> {
-    if eta > 0.0 && eta <= 1.0 {
-        Ok(())
-    } else {
-        Err(Error::argument(format_args!("eta {eta} must be greater than 0 and at most 1")))
     }
 }
 

@@ -17,36 +17,30 @@
 
 mod auto_c;
 mod build;
-mod config;
 mod contract;
 mod current;
 mod delayed;
 mod differs;
 mod exact;
 mod geometry;
-mod kind;
 mod report;
 mod shape;
-mod state;
+mod table;
 mod tensor;
 #[cfg(test)]
 mod tests;
 
 pub use auto_c::AutoC;
-pub use config::{
-    AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, PolicyConfig,
-    Pooling,
-};
 pub use contract::Policy;
 pub use current::Current;
 pub use delayed::{Delayed, DelayedPaper, DelayedTe, Slot};
-pub(crate) use differs::differences;
-pub use differs::differs;
+pub use differs::{differences, differs};
 pub use geometry::{Geometry, ISOTROPY};
-pub use kind::PolicyKind;
 pub use report::{PolicyEvent, Report, Restart, Slack, TensorReport};
 pub use shape::{LayerShape, PolicyShape};
-pub use state::{
-    AutoCState, DelayedState, Forbidden, Memory, PaperSlot, Phase, PolicyState, RatioPool, STATE_VERSION, TeSlot,
+pub use table::{
+    AmaxAlgorithm, AutoCConfig, AutoCState, CurrentConfig, DelayedPaperConfig, DelayedState, DelayedTeConfig,
+    Forbidden, GeometryConfig, Memory, PaperSlot, Phase, PolicyConfig, PolicyKind, PolicyState, Pooling, RatioPool,
+    STATE_VERSION, TeSlot,
 };
-pub use tensor::Tensor;
+pub use tensor::ScaledTensor;

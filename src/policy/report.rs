@@ -1,9 +1,8 @@
 //! What a policy reports about a step.
 
-use super::kind::PolicyKind;
 use super::shape::LayerShape;
-use super::state::Forbidden;
-use super::tensor::{Tensor, largest};
+use super::table::{Forbidden, PolicyKind};
+use super::tensor::{ScaledTensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::plan::ScalePlan;
 use crate::stats::StepStats;
@@ -16,7 +15,7 @@ pub struct Report {
     pub policy: PolicyKind,
     /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
-    /// One entry for each of [`Tensor::ALL`].
+    /// One entry for each of [`ScaledTensor::ALL`].
     pub tensors: Vec<TensorReport>,
     /// Changes of the policy's state that a reader of logs should know.
     pub events: Vec<PolicyEvent>,
@@ -29,7 +28,7 @@ pub struct Report {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TensorReport {
     /// Which.
-    pub tensor: Tensor,
+    pub tensor: ScaledTensor,
     /// Largest |x|; NaN (null in JSON) if there was one.
     #[serde(with = "super::exact")]
     pub amax: f32,
@@ -113,7 +112,7 @@ pub enum PolicyEvent {
     /// auto-c: burn-in is over and `c` is fixed for these layers.
     Frozen {
         /// Tensor.
-        tensor: Tensor,
+        tensor: ScaledTensor,
         /// First layer of the pool.
         layer: usize,
         /// Head, where every head has its own pool.
@@ -126,7 +125,7 @@ pub enum PolicyEvent {
     /// auto-c: a value overflowed under the frozen `c`; this pool uses the worst-case bound again.
     FellBack {
         /// Tensor.
-        tensor: Tensor,
+        tensor: ScaledTensor,
         /// Layer that overflowed.
         layer: usize,
         /// Head, where every head has its own pool.
@@ -149,12 +148,12 @@ pub enum PolicyEvent {
     /// A step with NaN or infinite values was not taken in.
     Skipped {
         /// Tensor.
-        tensor: Tensor,
+        tensor: ScaledTensor,
     },
     /// delayed-te: the amax was too small for a finite scale; the largest finite one is used.
     TinyAmax {
         /// Tensor.
-        tensor: Tensor,
+        tensor: ScaledTensor,
     },
 }
 
@@ -166,7 +165,7 @@ impl Report {
         bounds: &LayerBounds,
         stats: &StepStats,
     ) -> Self {
-        let tensors = Tensor::ALL
+        let tensors = ScaledTensor::ALL
             .into_iter()
             .map(|tensor| {
                 let amax = tensor.amax_row(stats, shape);
@@ -194,8 +193,8 @@ impl Report {
     }
 
     /// The entry of one tensor.
-    pub fn tensor(&self, tensor: Tensor) -> &TensorReport {
-        // `Tensor::ALL` lists the variants in their order.
+    pub fn tensor(&self, tensor: ScaledTensor) -> &TensorReport {
+        // `ScaledTensor::ALL` lists the variants in their order.
         &self.tensors[tensor as usize]
     }
 }

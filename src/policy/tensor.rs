@@ -2,42 +2,28 @@
 
 use super::shape::LayerShape;
 use crate::bound::{E4M3_MAX, LayerBounds};
+use crate::named;
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats};
-use serde::{Deserialize, Serialize};
 
-/// The tensors of an attention call that have scales.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Tensor {
-    /// Logits before the softmax.
-    Logit,
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// Output.
-    O,
+named! {
+    /// The tensors of an attention call that have scales, in the order of reports.
+    pub enum ScaledTensor is "tensor" {
+        /// Logits before the softmax.
+        Logit = "logit",
+        /// Queries.
+        Q = "q",
+        /// Keys.
+        K = "k",
+        /// Values.
+        V = "v",
+        /// Output.
+        O = "o",
+    }
 }
 
-impl Tensor {
-    /// All five, in the order of reports.
-    pub const ALL: [Self; 5] = [Self::Logit, Self::Q, Self::K, Self::V, Self::O];
-
-    /// Lower-case name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Logit => "logit",
-            Self::Q => "q",
-            Self::K => "k",
-            Self::V => "v",
-            Self::O => "o",
-        }
-    }
-
+impl ScaledTensor {
     /// The plan's descales of this tensor; `None` where it has none.
     pub fn descales(self, plan: &ScalePlan) -> Option<&[Descale]> {
         match self {

@@ -79,19 +79,19 @@ fn a_report_names_overflow_and_values_beyond_the_bound() {
     let (_, report) =
         step(&mut *policy, 0, &stats([99.0, 199.0, 299.0, 399.0], [9.0; 4], [4.0; 2], [7.0, 7.0], [1.0; 4]));
     assert!(report.tensors.iter().all(|tensor| !tensor.overflowed() && tensor.beyond_bound == 0));
-    assert!((report.tensor(Tensor::Logit).max_scaled - 399.0 / 400.0 * 358.4).abs() < 1e-3);
+    assert!((report.tensor(ScaledTensor::Logit).max_scaled - 399.0 / 400.0 * 358.4).abs() < 1e-3);
     // Query heads 0 and 1 share the descale of the larger; k of head 1 is past its bound.
     let (_, report) = step(&mut *policy, 0, &stats([1.0; 4], [20.5, 1.0, 1.0, 1.0], [1.0, 6.5], [1.0; 2], [1.0; 4]));
-    assert!(report.tensor(Tensor::Q).overflowed() && report.tensor(Tensor::K).overflowed());
-    assert_eq!((report.tensor(Tensor::Q).beyond_bound, report.tensor(Tensor::K).beyond_bound), (1, 1));
-    assert_eq!(report.tensor(Tensor::Q).tensor, Tensor::Q);
+    assert!(report.tensor(ScaledTensor::Q).overflowed() && report.tensor(ScaledTensor::K).overflowed());
+    assert_eq!((report.tensor(ScaledTensor::Q).beyond_bound, report.tensor(ScaledTensor::K).beyond_bound), (1, 1));
+    assert_eq!(report.tensor(ScaledTensor::Q).tensor, ScaledTensor::Q);
 }
 
 #[test]
 fn auto_c_burn_in_equals_a_hand_computation() {
     let config = AutoCConfig { burn_in: 3, kappa: 1.5, pooling: Pooling::Layer, ..AutoCConfig::default() };
     let mut policy = AutoC::new(config, shape()).unwrap();
-    let certain = Geometry::certain(GeometryConfig::default(), shape()).unwrap();
+    let worst_case = Geometry::worst_case(GeometryConfig::default(), shape()).unwrap();
     // Ratios of logits: 0.1 0.1 0.1 0.1; 0.05 0.2 0.1 0.3; 0.1 0.1 0.25 0.1. With 12 values the rank is 12: 0.3.
     // q: 10/20, 8/40; 2/20, 30/40; 2/20, 2/40 -> 0.75. k: 1/5 1/6; 2/5, 3/6; .. -> 0.5. v: 0.7/7 .. -> 0.125.
     let steps = [
@@ -101,14 +101,14 @@ fn auto_c_burn_in_equals_a_hand_computation() {
     ];
     for (i, stats) in steps.iter().enumerate() {
         let (plan, report) = step(&mut policy, 0, stats);
-        assert_eq!(plan, certain.plan(&bounds(0), None).unwrap(), "burn-in uses the worst-case bound");
+        assert_eq!(plan, worst_case.plan(&bounds(0), None).unwrap(), "burn-in uses the worst-case bound");
         assert_eq!(report.events.len(), if i == 2 { 4 } else { 0 });
     }
-    assert!((policy.phase(Tensor::Logit, 0, 0).c() - 0.45).abs() < 1e-12);
-    assert_eq!(policy.phase(Tensor::Q, 0, 0), Phase::Frozen { c: 1.0 }, "1.125 stops at the worst-case bound");
-    assert!((policy.phase(Tensor::K, 0, 1).c() - 0.75).abs() < 1e-7);
-    assert!((policy.phase(Tensor::V, 0, 1).c() - 0.1875).abs() < 1e-7);
-    assert_eq!(policy.phase(Tensor::Logit, 1, 0), Phase::BurnIn, "layer 1 has its own pool");
+    assert!((policy.phase(ScaledTensor::Logit, 0, 0).c() - 0.45).abs() < 1e-12);
+    assert_eq!(policy.phase(ScaledTensor::Q, 0, 0), Phase::Frozen { c: 1.0 }, "1.125 stops at the worst-case bound");
+    assert!((policy.phase(ScaledTensor::K, 0, 1).c() - 0.75).abs() < 1e-7);
+    assert!((policy.phase(ScaledTensor::V, 0, 1).c() - 0.1875).abs() < 1e-7);
+    assert_eq!(policy.phase(ScaledTensor::Logit, 1, 0), Phase::BurnIn, "layer 1 has its own pool");
 
     let (plan, report) = step(&mut policy, 0, &steps[0]);
     assert!((f64::from(plan.logit_descale[3].get()) - 0.45 * 400.0 / 358.4).abs() < 1e-6);
@@ -119,9 +119,12 @@ fn auto_c_burn_in_equals_a_hand_computation() {
     // 0.45 * 300 / 0.8 = 168.75 is the limit of head 2; 170 overflows.
     let (_, report) = step(&mut policy, 0, &stats([1.0, 1.0, 170.0, 1.0], [1.0; 4], [1.0; 2], [0.7; 2], [0.1; 4]));
     assert_eq!(report.events.len(), 1);
-    assert!(matches!(report.events[0], PolicyEvent::FellBack { tensor: Tensor::Logit, layer: 0, head: None, .. }));
+    assert!(matches!(
+        report.events[0],
+        PolicyEvent::FellBack { tensor: ScaledTensor::Logit, layer: 0, head: None, .. }
+    ));
     let fallback = report.fallback.unwrap();
-    assert_eq!(fallback.logit_descale, certain.plan(&bounds(0), None).unwrap().logit_descale);
+    assert_eq!(fallback.logit_descale, worst_case.plan(&bounds(0), None).unwrap().logit_descale);
     assert!((f64::from(fallback.operands.k[1].get()) - 0.75 * 6.0 / 448.0).abs() < 1e-8, "k did not overflow");
     assert_eq!(policy.plan(&bounds(0), None).unwrap(), fallback, "until a restart");
 }
@@ -137,17 +140,17 @@ fn auto_c_pools_a_model_or_every_head() {
         assert!(step(&mut policy, 0, &low).1.events.is_empty());
     }
     step(&mut policy, 1, &high);
-    assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::BurnIn);
+    assert_eq!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::BurnIn);
     step(&mut policy, 1, &low);
-    assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::Frozen { c: 0.5 });
+    assert_eq!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::Frozen { c: 0.5 });
 
     let config = AutoCConfig { pooling: Pooling::Head, ..config };
     let mut policy = AutoC::new(config, shape()).unwrap();
     step(&mut policy, 1, &high);
     step(&mut policy, 1, &low);
-    assert_eq!(policy.phase(Tensor::Logit, 1, 3), Phase::Frozen { c: 0.5 });
-    assert_eq!(policy.phase(Tensor::Logit, 1, 0), Phase::Frozen { c: 0.1 });
-    assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::BurnIn);
+    assert_eq!(policy.phase(ScaledTensor::Logit, 1, 3), Phase::Frozen { c: 0.5 });
+    assert_eq!(policy.phase(ScaledTensor::Logit, 1, 0), Phase::Frozen { c: 0.1 });
+    assert_eq!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::BurnIn);
 }
 
 #[test]
@@ -155,24 +158,24 @@ fn auto_c_skips_non_finite_steps_restarts_and_is_forbidden() {
     let config = AutoCConfig { burn_in: 1, max_restarts: 1, ..AutoCConfig::default() };
     let mut policy = AutoC::new(config, shape()).unwrap();
     let (_, report) = step(&mut policy, 0, &stats([1.0; 4], [1.0, f32::NAN, 1.0, 1.0], [1.0; 2], [1.0; 2], [0.1; 4]));
-    assert_eq!(report.events, [PolicyEvent::Skipped { tensor: Tensor::Q }]);
-    assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::BurnIn);
+    assert_eq!(report.events, [PolicyEvent::Skipped { tensor: ScaledTensor::Q }]);
+    assert_eq!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::BurnIn);
     step(&mut policy, 0, &even(1.0));
-    assert!(matches!(policy.phase(Tensor::Logit, 0, 0), Phase::Frozen { .. }));
+    assert!(matches!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::Frozen { .. }));
     // A NaN under a frozen constant is an overflow.
     let (_, report) = step(&mut policy, 0, &even(f32::NAN));
     assert!(report.fallback.is_some());
 
     let events = policy.restart(Restart::WeightsReplaced);
     assert_eq!(events, [PolicyEvent::Restarted { reason: Restart::WeightsReplaced, restarts: 1 }]);
-    assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::BurnIn);
+    assert_eq!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::BurnIn);
     assert_eq!(policy.restart(Restart::Requested).len(), 2);
     step(&mut policy, 0, &even(1.0));
-    assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::Forbidden { reason: Forbidden::TooManyRestarts });
+    assert_eq!(policy.phase(ScaledTensor::Logit, 0, 0), Phase::Forbidden { reason: Forbidden::TooManyRestarts });
 
     let mut policy = AutoC::new(config, shape()).unwrap();
     step(&mut policy, 0, &even(0.0));
-    assert_eq!(policy.phase(Tensor::K, 0, 0), Phase::Forbidden { reason: Forbidden::NothingObserved });
+    assert_eq!(policy.phase(ScaledTensor::K, 0, 0), Phase::Forbidden { reason: Forbidden::NothingObserved });
 }
 
 #[test]
@@ -258,11 +261,11 @@ fn te_amax_that_is_tiny_takes_the_largest_finite_scale() {
     }
     let mut policy = DelayedTe::new(MOST_RECENT, shape()).unwrap();
     let (_, report) = step(&mut policy, 0, &even(1e-38));
-    let named = Tensor::ALL.map(|tensor| PolicyEvent::TinyAmax { tensor });
+    let named = ScaledTensor::ALL.map(|tensor| PolicyEvent::TinyAmax { tensor });
     assert_eq!(report.events, named);
     let (plan, report) = step(&mut policy, 0, &even(1.0));
     assert_eq!(plan.operands.k[0].get(), f32::MIN_POSITIVE);
-    assert!(report.events.is_empty() && report.tensor(Tensor::K).overflowed());
+    assert!(report.events.is_empty() && report.tensor(ScaledTensor::K).overflowed());
 }
 
 #[test]
@@ -272,7 +275,7 @@ fn te_amax_that_is_not_finite_keeps_the_scale() {
         assert_eq!(te_after(&MOST_RECENT, &[bad, 14.0]).scale, 32.0, "{bad} is forgotten");
         let mut policy = DelayedTe::new(MOST_RECENT, shape()).unwrap();
         let (_, report) = step(&mut policy, 0, &even(bad));
-        assert_eq!(report.events, Tensor::ALL.map(|tensor| PolicyEvent::Skipped { tensor }));
+        assert_eq!(report.events, ScaledTensor::ALL.map(|tensor| PolicyEvent::Skipped { tensor }));
     }
     // With max an infinity holds the scale for as long as it is remembered, and NaN takes no part.
     let max = DelayedTeConfig { algorithm: AmaxAlgorithm::Max, ..MOST_RECENT };
@@ -288,17 +291,17 @@ fn delayed_paper_plans_from_the_past_only() {
     let mut planned = Vec::new();
     for amax in [8.0, 1.0, 2.0, 0.5, 0.5] {
         let (plan, report) = step(&mut policy, 0, &even(amax));
-        assert_eq!(report.tensor(Tensor::Logit).overflowed(), amax == 8.0);
+        assert_eq!(report.tensor(ScaledTensor::Logit).overflowed(), amax == 8.0);
         planned.push(plan.logit_descale[0].get());
     }
     // History before each step: 1 1 1, 1 1 8, 1 8 1, 8 1 2, 1 2 0.5.
     let want: Vec<f32> =
         [1.0, 8.0, 8.0, 8.0, 2.0].map(|max| crate::Descale::covering(max, 448.0 * 0.9).unwrap().get()).to_vec();
     assert_eq!(planned, want);
-    assert_eq!(policy.slots(0, Tensor::Q)[0].history, [2.0, 0.5, 0.5]);
-    assert_eq!(policy.slots(1, Tensor::Q)[0].history, [1.0, 1.0, 1.0], "layers are apart");
+    assert_eq!(policy.slots(0, ScaledTensor::Q)[0].history, [2.0, 0.5, 0.5]);
+    assert_eq!(policy.slots(1, ScaledTensor::Q)[0].history, [1.0, 1.0, 1.0], "layers are apart");
     step(&mut policy, 0, &even(f32::INFINITY));
-    assert_eq!(policy.slots(0, Tensor::Q)[0].history, [2.0, 0.5, 0.5]);
+    assert_eq!(policy.slots(0, ScaledTensor::Q)[0].history, [2.0, 0.5, 0.5]);
 }
 
 #[test]

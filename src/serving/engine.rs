@@ -1,21 +1,21 @@
 //! What each engine reads: names, and which operands it casts with a scale of the checkpoint.
 
 use crate::model::AttentionSpec;
-use serde::Serialize;
+use crate::named;
 use std::fmt;
 
-/// A serving engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Engine {
-    /// vLLM 0.32.
-    Vllm,
-    /// SGLang 0.5.23.
-    Sglang,
-    /// TensorRT-LLM, PyTorch backend.
-    Trtllm,
-    /// mistral.rs of August 2026.
-    Mistralrs,
+named! {
+    /// A serving engine.
+    pub enum Engine is "engine" {
+        /// vLLM 0.32.
+        Vllm = "vllm",
+        /// SGLang 0.5.23.
+        Sglang = "sglang",
+        /// TensorRT-LLM, PyTorch backend.
+        Trtllm = "trtllm",
+        /// mistral.rs of August 2026.
+        Mistralrs = "mistralrs",
+    }
 }
 
 /// An operand of attention that is cast.
@@ -130,24 +130,6 @@ const SGLANG_INNER: &[&str] = &[
 ];
 
 impl Engine {
-    /// All of them.
-    pub const ALL: [Self; 4] = [Self::Vllm, Self::Sglang, Self::Trtllm, Self::Mistralrs];
-
-    /// The word for it: `vllm`, `sglang`, `trtllm` or `mistralrs`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Vllm => "vllm",
-            Self::Sglang => "sglang",
-            Self::Trtllm => "trtllm",
-            Self::Mistralrs => "mistralrs",
-        }
-    }
-
-    /// The engine of this word.
-    pub fn named(word: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|engine| engine.name() == word)
-    }
-
     /// The name under which it loads a scale of an attention module.
     pub fn scale_name(self, family: &str, module: &str, operand: Operand) -> String {
         let inner = if self.needs_inner(family) { "attn." } else { "" };

@@ -6,7 +6,7 @@ use super::names::ScaleNames;
 use super::scales::{LayerScales, scale_file};
 use super::settings::{HF_QUANT, Settings, hf_quant_config};
 use crate::error::{Error, Result};
-use crate::file::{place_of, write_atomically, write_folder};
+use crate::file::{place_of, write_folder, write_new};
 use crate::model::{Checkpoint, INDEX, WeightFiles};
 use crate::plan::{CenterPolicy, OperandDescales, center_hash};
 use crate::scale::Descale;
@@ -226,7 +226,7 @@ pub fn export(
                 write_without(&files, file, without, folder)?;
             }
         }
-        let write = |name: &str, bytes: &[u8]| write_atomically(&folder.join(name), bytes);
+        let write = |name: &str, bytes: &[u8]| write_new(&folder.join(name), bytes);
         let came = match &scales {
             Some(bytes) => {
                 write(SCALES_FILE, bytes)?;

@@ -23,4 +23,4 @@ pub use export::{
 };
 pub use scales::{LayerScales, scale_file};
 pub use stream::{Refit, ScaleStream, refit};
-pub use verify::{Audit, AuditEntry, LayerAudit, Verdict, verify};
+pub use verify::{Audit, AuditEntry, LayerAudit, ScaleVerdict, verify};

@@ -8,6 +8,7 @@ use super::scales::LayerScales;
 use super::settings::{HF_QUANT, Settings};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles};
+use crate::named;
 use safetensors::Dtype;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -19,44 +20,27 @@ const FOREIGN_FROM: f32 = 2.0;
 /// How far below what is needed a rounding to BF16 can put a scale.
 const ROUNDING: f32 = 1.0 / 128.0;
 
-/// What is said of a scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Verdict {
-    /// No value can overflow under it.
-    Safe,
-    /// A normalized input can overflow it.
-    Overflow,
-    /// Other layers have one, this has none: the engine uses 1.0. Or none has one, and 1.0 does not cover the bound.
-    Missing,
-    /// Stored as 1.0, the loaders' default, where the weights need another.
-    Default,
-    /// Below what is needed by a rounding: of the file, or of the engine's loader.
-    RoundedBelow,
-    /// More than twice what these weights can need: it is of other weights.
-    Foreign,
-    /// NaN, infinite, 0 or negative: no scale. Engines cast with it, use 1.0 in its place, or do not start.
-    Invalid,
-    /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
-    NotLoaded,
-    /// The operand has no bound, so no scale can be guaranteed.
-    Unbounded,
-}
-
-impl Verdict {
-    /// The word in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Safe => "safe",
-            Self::Overflow => "overflow",
-            Self::Missing => "missing",
-            Self::Default => "default",
-            Self::RoundedBelow => "rounded_below",
-            Self::Foreign => "foreign",
-            Self::Invalid => "invalid",
-            Self::NotLoaded => "not_loaded",
-            Self::Unbounded => "unbounded",
-        }
+named! {
+    /// What is said of a scale.
+    pub enum ScaleVerdict is "verdict" {
+        /// No value can overflow under it.
+        Safe = "safe",
+        /// A normalized input can overflow it.
+        Overflow = "overflow",
+        /// Other layers have one, this has none: the engine uses 1.0. Or none has one, and 1.0 does not cover the bound.
+        Missing = "missing",
+        /// Stored as 1.0, the loaders' default, where the weights need another.
+        Default = "default",
+        /// Below what is needed by a rounding: of the file, or of the engine's loader.
+        RoundedBelow = "rounded-below",
+        /// More than twice what these weights can need: it is of other weights.
+        Foreign = "foreign",
+        /// NaN, infinite, 0 or negative: no scale. Engines cast with it, use 1.0 in its place, or do not start.
+        Invalid = "invalid",
+        /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
+        NotLoaded = "not-loaded",
+        /// The operand has no bound, so no scale can be guaranteed.
+        Unbounded = "unbounded",
     }
 }
 
@@ -68,7 +52,7 @@ pub struct AuditEntry {
     /// The worst-case bound over 448; null without one.
     pub needed: Option<f32>,
     /// What is said of it.
-    pub verdict: Verdict,
+    pub verdict: ScaleVerdict,
     /// What is stored, before the engine's rounding and reductions; null where it casts at 1.0.
     pub stored: Option<f32>,
     /// The reason, for people.
@@ -132,7 +116,7 @@ impl Engine {
     /// The engine that a folder was exported for, by the certificate in it.
     pub fn of_export(folder: &Path) -> Option<Self> {
         let certificate = Settings::read_if_present(&folder.join(CERTIFICATE_FILE)).ok()??;
-        Self::named(certificate.value.get("engine")?.as_str()?)
+        certificate.value.get("engine")?.as_str()?.parse().ok()
     }
 }
 
@@ -269,7 +253,7 @@ impl Found {
             LayerAudit { layer: layer.layer, q: row(Operand::Q), k: row(Operand::K), v: row(Operand::V) }
         });
         let layers: Vec<LayerAudit> = rows.collect();
-        let safe = layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == Verdict::Safe);
+        let safe = layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == ScaleVerdict::Safe);
         let mut notes: Vec<String> = reads.why.iter().map(|why| format!("{why}.")).collect();
         notes.extend(blocked.map(|why| format!("No scale is loaded: {why}.")));
         let factors = self.factor_files.iter();
@@ -319,7 +303,7 @@ impl Case<'_> {
             return vec![AuditEntry {
                 scale: stored.unwrap_or(1.0),
                 needed: None,
-                verdict: Verdict::Unbounded,
+                verdict: ScaleVerdict::Unbounded,
                 stored,
                 why,
             }];
@@ -332,7 +316,7 @@ impl Case<'_> {
             false => format!("can overflow by a factor of {largest:.3}"),
         };
         if !self.reads.scale(operand) {
-            let verdict = if largest <= 1.0 { Verdict::Safe } else { Verdict::Overflow };
+            let verdict = if largest <= 1.0 { ScaleVerdict::Safe } else { ScaleVerdict::Overflow };
             let why =
                 if largest <= 1.0 { "1.0, at which the engine casts, covers the bound".to_owned() } else { covered };
             return one(verdict, why, None);
@@ -342,20 +326,24 @@ impl Case<'_> {
         if let Some(why) = blocked
             && let Some((stored, _)) = own.map(|own| (own, "")).or(unread)
         {
-            return one(Verdict::NotLoaded, format!("never loaded: {why}; {covered}"), stored.values.first().copied());
+            return one(
+                ScaleVerdict::NotLoaded,
+                format!("never loaded: {why}; {covered}"),
+                stored.values.first().copied(),
+            );
         }
         match own.or_else(|| self.lent(operand)) {
             Some(stored) => self.judge(operand, stored, row.iter().map(|scale| scale.get()).collect()),
             None => match unread {
                 Some((stored, why)) => {
                     let why = format!("never loaded: {} is {why}; {covered}", stored.place);
-                    one(Verdict::NotLoaded, why, stored.values.first().copied())
+                    one(ScaleVerdict::NotLoaded, why, stored.values.first().copied())
                 }
-                None if self.anywhere => one(Verdict::Missing, format!("missing, so 1.0; {covered}"), None),
+                None if self.anywhere => one(ScaleVerdict::Missing, format!("missing, so 1.0; {covered}"), None),
                 None if largest <= 1.0 => {
-                    one(Verdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
+                    one(ScaleVerdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
                 }
-                None => one(Verdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
+                None => one(ScaleVerdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
             },
         }
     }
@@ -386,7 +374,7 @@ impl Case<'_> {
                 stored.values.len(),
                 self.engine
             );
-            let verdict = Verdict::NotLoaded;
+            let verdict = ScaleVerdict::NotLoaded;
             return vec![AuditEntry {
                 scale: 1.0,
                 needed: Some(largest),
@@ -426,19 +414,22 @@ impl Case<'_> {
 }
 
 /// What is said of a scale that is loaded.
-fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
+fn verdict(stored: f32, used: f32, needed: f32) -> (ScaleVerdict, String) {
     let over = needed / used;
     if !(used.is_finite() && used > 0.0) {
-        return (Verdict::Invalid, format!("{used} is not a valid scale: expected a finite number greater than 0"));
+        return (
+            ScaleVerdict::Invalid,
+            format!("{used} is not a valid scale: expected a finite number greater than 0"),
+        );
     }
     if used >= needed {
         return if used <= FOREIGN_FROM * needed {
-            (Verdict::Safe, "covers the bound".to_owned())
+            (ScaleVerdict::Safe, "covers the bound".to_owned())
         } else if used == 1.0 {
-            (Verdict::Default, "stored as 1.0, the loaders' default; 1.0 covers the bound".to_owned())
+            (ScaleVerdict::Default, "stored as 1.0, the loaders' default; 1.0 covers the bound".to_owned())
         } else {
             (
-                Verdict::Foreign,
+                ScaleVerdict::Foreign,
                 format!(
                     "{:.3} times what these weights need: probably the scale of another model or layer",
                     used / needed
@@ -447,13 +438,13 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
         };
     }
     if stored >= needed {
-        (Verdict::RoundedBelow, format!("the loader rounds it below the bound, which is {over:.5} times as large"))
+        (ScaleVerdict::RoundedBelow, format!("the loader rounds it below the bound, which is {over:.5} times as large"))
     } else if over <= 1.0 + ROUNDING {
-        (Verdict::RoundedBelow, format!("rounded below the bound, which is {over:.5} times as large"))
+        (ScaleVerdict::RoundedBelow, format!("rounded below the bound, which is {over:.5} times as large"))
     } else if used == 1.0 {
-        (Verdict::Default, format!("stored as 1.0, the loaders' default; can overflow by a factor of {over:.3}"))
+        (ScaleVerdict::Default, format!("stored as 1.0, the loaders' default; can overflow by a factor of {over:.3}"))
     } else {
-        (Verdict::Overflow, format!("can overflow by a factor of {over:.3}"))
+        (ScaleVerdict::Overflow, format!("can overflow by a factor of {over:.3}"))
     }
 }
 

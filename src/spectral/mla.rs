@@ -46,7 +46,7 @@ pub struct MlaOperands {
 pub struct MlaSpectrum {
     /// What bounds of the operands need.
     pub operands: MlaOperands,
-    /// One entry a head.
+    /// One entry per head.
     pub heads: Vec<MlaHeadSpectrum>,
     /// Certified `||D||`.
     pub norm_k_pe: f64,

@@ -14,7 +14,7 @@ mod rope;
 mod scan;
 mod spectrum;
 
-pub(crate) use dense::largest_eigenvalue;
+pub use dense::{Largest, largest_eigenvalue};
 pub use gram::{Gram, GramPair, LayerGrams};
 pub use gram_engine::GramEngine;
 pub use head_grams::HeadGrams;

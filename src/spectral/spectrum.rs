@@ -2,8 +2,8 @@
 
 use crate::error::Result;
 use crate::geometry::{Channels, HeadOperator, LayerGeometry};
+use crate::named;
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 
 /// What one call of the iteration tells.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,15 +16,14 @@ pub struct PowerEstimate {
     pub cold_iterations: Option<usize>,
 }
 
-/// Which engine estimates the norms.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Estimator {
-    /// Exact and certified.
-    #[default]
-    Gram,
-    /// The paper's power iteration: a lower bound.
-    Power,
+named! {
+    /// Which engine estimates the norms.
+    pub enum Estimator is "estimator" default Gram {
+        /// Exact and certified, from Gram matrices.
+        Gram = "gram",
+        /// The paper's power iteration: a lower bound, which cannot certify.
+        Power = "power",
+    }
 }
 
 /// Something that turns a layer's operators into spectral facts.

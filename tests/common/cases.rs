@@ -76,7 +76,7 @@ fn hybrid(case: Case) -> Case {
     Case { attention: vec![1, 3], ..case }
 }
 
-/// One key head a query head, d_model = heads x 16.
+/// One key head per query head, d_model = heads x 16.
 pub fn square(name: &'static str, kind: &'static str, extra: Value) -> Case {
     let base = json!({"model_type": name, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
         "max_position_embeddings": 512});

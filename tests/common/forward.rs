@@ -159,7 +159,7 @@ fn qk_norm(norm: &QkNorm, vectors: Option<&NormVectors>, heads: &[Vec<f64>]) -> 
             .iter()
             .enumerate()
             .map(|(h, head)| {
-                // Shared by all heads, or one stretch a head.
+                // Shared by all heads, or one stretch per head.
                 let from = if vectors.gain.len() == r { 0 } else { h * r };
                 let shift = vectors.shift.as_ref().map(|s| &s[from..from + r]);
                 scale_and_shift(&to_sphere(norm.kind, head), Some(&vectors.gain[from..from + r]), norm.gain, shift)

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod cases;
+pub mod differing;
 pub mod fixtures;
 pub mod forward;
 pub mod planted;

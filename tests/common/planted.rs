@@ -29,30 +29,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
         name: "planted".into(),
         family: "llama".into(),
         prefix: "model.".into(),
-        causal: true,
-        layers: vec![LayerSpec {
-            number: 0,
-            n_q_heads: n_q,
-            n_kv_heads: n_kv,
-            d_head: r,
-            rope: None,
-            softmax_scale: 1.0 / (r as f64).sqrt(),
-            temperature: None,
-            window: None,
-            sinks: false,
-            kv_source: None,
-            mla: None,
-        }],
-        d_model: d,
-        norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },
-        bias: QkvBias::default(),
-        qk_norm: None,
-        soft_cap: None,
-        max_positions: None,
-        v_norm: false,
-        streams: None,
-        multipliers: None,
-        fp8_inputs: false,
+        ..AttentionSpec::plain(d, vec![LayerSpec::plain(n_q, n_kv, r)])
     }
 }
 

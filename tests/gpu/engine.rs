@@ -302,11 +302,11 @@ fn compare_copies(case: &Case, seed: u64, copies: usize) -> Vec<String> {
     for (h, want) in truth.heads.iter().enumerate() {
         let pairs = |b: &LayerBounds| {
             let head = &b.heads[h];
-            [(head.certain, want.certain), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
+            [(head.exact, want.exact), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
         };
         let above = logit_above(case);
         for (name, bounds) in [("first", &cold), ("later", &warm)] {
-            for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
+            for ((got, want), kind) in pairs(bounds).into_iter().zip(["exact", "rounded", "rank-aware"]) {
                 // Two products of norms are in it.
                 let above = if kind == "rounded" { above.max(0.02) } else { above };
                 let ratio = ratio(got.unwrap(), want.unwrap());
@@ -320,7 +320,7 @@ fn compare_copies(case: &Case, seed: u64, copies: usize) -> Vec<String> {
     // Where blocks share a head's Gram, its sums round otherwise, and a raw norm may be skipped that else is not.
     let near = |a: f32, b: f32| a == b || (a / b - 1.0).abs() < 2e-3;
     let same = |(h, head): (usize, &HeadBound)| {
-        near(head.certain, heads[h % case.n_q].certain) && near(head.rounded, heads[h % case.n_q].rounded)
+        near(head.exact, heads[h % case.n_q].exact) && near(head.rounded, heads[h % case.n_q].rounded)
     };
     if !heads.iter().enumerate().all(same) {
         bad.push("the same layer has other bounds".into());
@@ -428,7 +428,7 @@ fn raw_norms_of_channels_that_are_alike_are_skipped() {
         engine.plan(&stream).unwrap();
         assert_eq!(engine.status().read().unwrap()[0] & 3, 3);
         for (h, head) in engine.head_bounds().unwrap().read().unwrap().iter().enumerate() {
-            let found = [head.certain, head.rounded, head.descale].map(f32::is_nan);
+            let found = [head.exact, head.rounded, head.descale].map(f32::is_nan);
             assert_eq!(found, [h % 4 < 2; 3], "head {h}: {head:?}");
         }
     }

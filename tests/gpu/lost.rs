@@ -58,6 +58,6 @@ pub fn lose() {
     }
     drop((engine, plan));
     // The CPU engine needs no device.
-    assert!(layer.truth().heads[0].certain.is_some());
+    assert!(layer.truth().heads[0].exact.is_some());
     println!("the process goes on");
 }

@@ -17,9 +17,9 @@ macro_rules! tests {
 mod attention;
 mod engine;
 mod frobenius;
-mod latent;
 mod lost;
 mod mixed;
+mod mla;
 mod norms;
 mod policies;
 mod power;
@@ -46,7 +46,7 @@ fn main() -> ExitCode {
         small::tests(),
         engine::tests(),
         frobenius::tests(),
-        latent::tests(),
+        mla::tests(),
         norms::tests(),
         mixed::tests(),
         policies::tests(),

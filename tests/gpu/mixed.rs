@@ -12,7 +12,7 @@ use sigmascale::device::scale::{Dtype, LayerInput, ScaleEngine};
 use sigmascale::device::scale_engine;
 use sigmascale::model::HeadOffsets;
 use sigmascale::model::{AttentionSpec, LayerSpec, LayerWeights};
-use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, Tensor};
+use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, ScaledTensor};
 use sigmascale::runtime::bounds_of;
 
 tests![
@@ -329,7 +329,7 @@ fn a_model_with_unlike_layers_plans_as_on_the_host() {
                 continue;
             }
             let (got, want) = (plan.read_plan(i).unwrap(), host.plan(bounds, None).unwrap());
-            for tensor in Tensor::ALL {
+            for tensor in ScaledTensor::ALL {
                 let row = |plan| tensor.descales(plan).unwrap().iter().map(|d| d.get().to_bits()).collect::<Vec<_>>();
                 assert_eq!(row(&got), row(&want), "{kind} layer {i} {}", tensor.name());
             }

@@ -13,7 +13,7 @@ use sigmascale::model::{AttentionSpec, preset};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
     AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy,
-    PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Report, Restart, Slack, Tensor,
+    PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Report, Restart, ScaledTensor, Slack,
 };
 use sigmascale::stats::StepStats;
 use sigmascale::stats::{CastWords, LogitWords, StepWords, ordered};
@@ -67,7 +67,7 @@ fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
         let cap = spec.soft_cap.map_or(f32::INFINITY, |cap| cap as f32);
         let rounded = (500.0 * magnitude(rng)).min(cap);
         HeadBounds {
-            certain: Some(rounded.into()),
+            exact: Some(rounded.into()),
             rounded: Some(rounded.into()),
             rank_aware: Some((0.1 * rounded).into()),
             ..HeadBounds::default()
@@ -77,7 +77,7 @@ fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
     LayerBounds { layer, heads, q, k, v: Some(operands(n_kv, rng)), m: None }
 }
 
-/// What a call might leave; `share` of each certain bound is reached, more when something is planted.
+/// What a call might leave; `share` of each worst-case bound is reached, more when something is planted.
 fn words(spec: &AttentionSpec, bounds: &LayerBounds, share: f32, rng: &mut StdRng) -> StepWords {
     let own = &spec.layers[bounds.layer];
     // About one step in four has a value that is not finite.
@@ -117,7 +117,7 @@ fn words(spec: &AttentionSpec, bounds: &LayerBounds, share: f32, rng: &mut StdRn
 }
 
 fn bits(plan: &ScalePlan) -> Vec<u32> {
-    let rows = Tensor::ALL.iter().flat_map(|tensor| tensor.descales(plan).unwrap_or(&[]));
+    let rows = ScaledTensor::ALL.iter().flat_map(|tensor| tensor.descales(plan).unwrap_or(&[]));
     rows.map(|descale| descale.get().to_bits()).collect()
 }
 
@@ -210,7 +210,7 @@ impl Pair {
                     let device = device.unwrap_or_else(|e| panic!("{} step {step} layer {layer}: {e}", self.name));
                     assert_eq!(bits(&host), bits(&device), "{} step {step} layer {layer}", self.name);
                     let tensors = self.plan.read_tensor_descales().unwrap();
-                    for (tensor, largest) in Tensor::ALL.into_iter().zip(&tensors[layer * 5..]) {
+                    for (tensor, largest) in ScaledTensor::ALL.into_iter().zip(&tensors[layer * 5..]) {
                         let row = tensor.descales(&host).unwrap();
                         assert_eq!(ScalePlan::per_tensor(row).get(), *largest, "{} {tensor:?}", self.name);
                     }
@@ -290,7 +290,7 @@ fn every_policy_plans_the_bits_of_the_host() {
 }
 
 fn a_long_burn_in_keeps_several_ratios() {
-    // 128 logit ratios a step: after 160 steps three of the largest decide.
+    // 128 logit ratios per step: after 160 steps three of the largest decide.
     a_burn_in_keeps(&model(2, 64, 8), Pooling::Model, &[3, 3]);
     // Pools of heterogeneous layers keep different numbers of ratios.
     a_burn_in_keeps(&heterogeneous(&[(64, 8), (4, 2), (140, 4)]), Pooling::Layer, &[2, 1, 3]);
@@ -299,7 +299,7 @@ fn a_long_burn_in_keeps_several_ratios() {
 fn a_burn_in_keeps(spec: &AttentionSpec, pooling: Pooling, kept: &[usize]) {
     let auto = AutoCConfig { burn_in: 160, pooling, ..Default::default() };
     for (layer, kept) in kept.iter().enumerate() {
-        assert_eq!(auto.kept_ratios(&spec.into(), layer, Tensor::Logit), *kept);
+        assert_eq!(auto.kept_ratios(&spec.into(), layer, ScaledTensor::Logit), *kept);
     }
     let mut rng = StdRng::seed_from_u64(21);
     let mut pair = Pair::new(spec, PolicyConfig::AutoC(auto), &mut rng);
@@ -338,7 +338,7 @@ fn slack_is_that_of_the_hosts_burn_in() {
                         continue;
                     }
                     seen[report.layer] += 1;
-                    for (slack, tensor) in expected[report.layer].iter_mut().zip(Tensor::ALL) {
+                    for (slack, tensor) in expected[report.layer].iter_mut().zip(ScaledTensor::ALL) {
                         *slack = match (*slack, report.tensor(tensor).slack) {
                             (Some(a), Some(b)) => Some(a.merge(b)),
                             (a, b) => a.or(b),
@@ -399,7 +399,7 @@ fn a_graph_replays_the_loop_at_the_same_addresses() {
         let mut rng = StdRng::seed_from_u64(9);
         let mut pair = Pair::new(&spec, config, &mut rng);
         let stream = device().stream().unwrap();
-        let addresses = |plan: &PolicyEngine| Tensor::ALL.map(|t| plan.descales(1, t).unwrap());
+        let addresses = |plan: &PolicyEngine| ScaledTensor::ALL.map(|t| plan.descales(1, t).unwrap());
         let before = addresses(&pair.plan);
         // A capture refuses allocations and synchronisation.
         let graph = stream.capture(|s| {
@@ -452,7 +452,7 @@ fn weights_become_plans_in_one_graph() {
         assert_eq!(bits(&got), bits(&host.plan(&plan.read_bounds().unwrap()[0], None).unwrap()), "{kind}");
         // And close above the plan from f64 throughout.
         let want = host.plan(&truth, None).unwrap();
-        for tensor in Tensor::ALL {
+        for tensor in ScaledTensor::ALL {
             for (got, want) in tensor.descales(&got).unwrap().iter().zip(tensor.descales(&want).unwrap()) {
                 let ratio = got.get() / want.get();
                 assert!((0.999_997..1.025).contains(&ratio), "{kind} {}: {ratio}", tensor.name());
@@ -514,9 +514,9 @@ fn an_attention_call_feeds_the_policy() {
                         v: View::dense(v.ptr(), Element::F32, [2, 200, 2, 64]),
                     },
                     descales: Descales {
-                        q: row(Tensor::Q),
-                        k: row(Tensor::K),
-                        v: row(Tensor::V),
+                        q: row(ScaledTensor::Q),
+                        k: row(ScaledTensor::K),
+                        v: row(ScaledTensor::V),
                         o: None,
                         logit: None,
                     },
@@ -609,6 +609,6 @@ fn foreign_states_and_bounds_are_refused() {
     geometry.plan.write_bounds(&c_star.bounds).unwrap();
     let error = c_star.plan.write_bounds(&c_star.bounds).unwrap_err();
     assert!(error.is_unsupported() && error.to_string().contains("layer 1: there is no rank-aware bound"), "{error}");
-    assert!(geometry.plan.descales(2, Tensor::Q).unwrap_err().is_argument());
+    assert!(geometry.plan.descales(2, ScaledTensor::Q).unwrap_err().is_argument());
     assert!(geometry.plan.write_stats(0, &[0; 8]).unwrap_err().is_argument());
 }

@@ -150,7 +150,7 @@ fn compare(name: &str, got: &LayerBounds, want: &LayerBounds) {
     };
     let group = want.q.len() / want.k.len();
     for (h, (got, want)) in got.heads.iter().zip(&want.heads).enumerate() {
-        check(&format!("certain {h}"), got.certain.unwrap(), want.certain.unwrap(), ABOVE);
+        check(&format!("exact {h}"), got.exact.unwrap(), want.exact.unwrap(), ABOVE);
         // The steps of E4M3 are those of rounded descales.
         check(&format!("rounded {h}"), got.rounded.unwrap(), want.rounded.unwrap(), 2.0 * ABOVE);
         assert!(got.rank_aware.is_none() && want.rank_aware.is_none());
@@ -290,7 +290,7 @@ fn gains_that_are_not_finite_are_flagged() {
     assert_eq!(engine.status().read().unwrap()[0], 3);
     // Key head 1 holds it, which query heads 2 and 3 read.
     for (h, head) in engine.head_bounds().unwrap().read().unwrap().iter().enumerate() {
-        assert_eq!(head.rounded.is_nan() && head.descale.is_nan() && head.certain.is_nan(), h >= 2, "{h} {head:?}");
+        assert_eq!(head.rounded.is_nan() && head.descale.is_nan() && head.exact.is_nan(), h >= 2, "{h} {head:?}");
     }
     for (i, descale) in engine.head_descales().read().unwrap().iter().enumerate() {
         assert_eq!(descale.is_nan(), i == 3, "descale {i} is {descale}");

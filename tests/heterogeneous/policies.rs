@@ -7,7 +7,7 @@ use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
     AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy, PolicyConfig, PolicyEvent,
-    PolicyKind, PolicyShape, PolicyState, Pooling, Restart, STATE_VERSION, Tensor,
+    PolicyKind, PolicyShape, PolicyState, Pooling, Restart, STATE_VERSION, ScaledTensor,
 };
 use sigmascale::stats::{CastStats, LogitStats, StepStats};
 
@@ -18,7 +18,7 @@ fn bounds(layer: usize, (n_q, n_kv): (usize, usize), rng: &mut StdRng) -> LayerB
     };
     let (q, k, v, logits) = (operands(n_q), operands(n_kv), Some(operands(n_kv)), operands(n_q));
     let head = |bound: OperandBound| HeadBounds {
-        certain: Some(10.0 * bound.rounded),
+        exact: Some(10.0 * bound.rounded),
         rounded: Some(10.0 * bound.rounded),
         rank_aware: Some(bound.rounded),
         ..HeadBounds::default()
@@ -122,7 +122,7 @@ proptest! {
                 let last = round == 1 && layer + 1 == heads.len();
                 prop_assert_eq!(report.events.len(), if last { 4 } else { 0 });
                 if let Some(PolicyEvent::Frozen { tensor, c, ratio, .. }) = report.events.first() {
-                    prop_assert_eq!((*tensor, *ratio, *c), (Tensor::Logit, largest, (1.25 * largest).min(1.0)));
+                    prop_assert_eq!((*tensor, *ratio, *c), (ScaledTensor::Logit, largest, (1.25 * largest).min(1.0)));
                 }
             }
         }

@@ -24,11 +24,10 @@ use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
 use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};
 use super::kernels::{Kernels, Tells, Variant as _, run_map};
 use super::params::{self, outer_strides};
-use super::terms::DeviceCall;
+use super::terms::{DeviceCall, Features};
 use crate::attention::Keeps;
 use crate::cuda::{Arch, Device, Launch, Request, SideStreams, Stream, View, sources};
 use crate::error::{Error, Result};
-use bytemuck::Zeroable;
 use std::sync::Arc;
 
 /// Threads of a block, of the backward and of the other two.
@@ -46,11 +45,17 @@ enum Variant {
 impl Variant {
     /// The kernels of a call, in their order. Forms are without what a kernel does not look at, so that calls share it.
     fn all(form: BackwardForm, deterministic: bool, splits: usize) -> [Self; 3] {
-        let rows = BackwardForm { used: form.columns, causal: false, soft_cap: false, ..form };
+        let rows = BackwardForm {
+            used: form.columns,
+            causal: false,
+            features: Features { soft_cap: false, ..form.features },
+            ..form
+        };
         // delta is the first kernel's.
         let keeps = if form.keeps == Keeps::Fp8Dq { form.keeps } else { Keeps::Nothing };
         let rest = BackwardForm { keeps, ..form };
-        let backward = Self::Backward { form: BackwardForm { sink: false, ..rest }, deterministic, splits };
+        let backward = BackwardForm { features: Features { sink: false, ..form.features }, ..rest };
+        let backward = Self::Backward { form: backward, deterministic, splits };
         [Self::Prepare(rows), backward, Self::Finish(BackwardForm { keeps, ..rows })]
     }
 }
@@ -65,15 +70,12 @@ impl super::kernels::Variant for Variant {
             }
             let flags = [
                 ("FILL", form.fill),
-                ("VARLEN", form.varlen),
-                ("WINDOW", form.window),
-                ("SINK", form.sink),
                 ("CAUSAL", form.causal),
-                ("SOFT_CAP", form.soft_cap),
                 ("DQ8", form.keeps == Keeps::Fp8Dq),
                 ("RESIDUAL", form.keeps == Keeps::UnroundedDelta),
             ];
-            flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
+            let given = flags.into_iter().filter(|(_, given)| *given);
+            given.fold(form.features.define(request), |request, (name, _)| request.define(name, 1))
         };
         match self {
             Self::Prepare(form) => of(sources::BACKWARD_PREPARE, form),
@@ -100,18 +102,12 @@ impl super::kernels::Variant for Variant {
 /// Variants of the backward's kernels: every one of dense calls, and of the others one for each kind of what they add.
 pub fn backward_variants() -> Vec<Request> {
     let mut all = Vec::new();
+    let none = Features::default();
+    let [varlen, window] = [Features { varlen: true, ..none }, Features { window: true, ..none }];
+    let every = Features { window: true, varlen: true, soft_cap: true, sink: true };
     for columns in [64, 128, 256] {
-        let plain = BackwardForm {
-            columns,
-            used: columns,
-            fill: false,
-            causal: false,
-            window: false,
-            varlen: false,
-            soft_cap: false,
-            sink: false,
-            keeps: Keeps::Nothing,
-        };
+        let plain =
+            BackwardForm { columns, used: columns, fill: false, causal: false, features: none, keeps: Keeps::Nothing };
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
             all.extend(Variant::all(form, true, 1));
@@ -131,10 +127,10 @@ pub fn backward_variants() -> Vec<Request> {
                 used: if columns == 256 { 192 } else { columns.min(96) },
                 ..plain
             },
-            BackwardForm { causal: true, soft_cap: true, ..plain },
-            BackwardForm { causal: true, varlen: true, ..plain },
-            BackwardForm { window: true, sink: true, ..plain },
-            BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
+            BackwardForm { causal: true, features: Features { soft_cap: true, ..none }, ..plain },
+            BackwardForm { causal: true, features: varlen, ..plain },
+            BackwardForm { features: Features { sink: true, ..window }, ..plain },
+            BackwardForm { features: every, ..plain },
         ] {
             all.extend(Variant::all(form, false, 1));
             all.extend(Variant::all(BackwardForm { keeps: Keeps::UnroundedDelta, ..form }, false, 1));
@@ -145,7 +141,7 @@ pub fn backward_variants() -> Vec<Request> {
         for form in [
             BackwardForm { causal: true, ..plain },
             BackwardForm { fill: true, used: columns.min(96), ..plain },
-            BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
+            BackwardForm { features: every, ..plain },
         ] {
             let form = BackwardForm { keeps: Keeps::Fp8Dq, ..form };
             all.extend(Variant::all(form, false, 1));
@@ -290,7 +286,7 @@ impl BackwardEngine {
         let (prepare, backward, finish) = (prepare?, backward?, finish?);
 
         let [units, query_tiles, _] = form.tiles(call);
-        let mut params = self.params(tensors, call);
+        let mut params = params::Backward::of(call, tensors, &self.kernels);
         (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
         let at = |offset: usize| start + offset as u64;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
@@ -339,57 +335,5 @@ impl BackwardEngine {
 
     fn processors(&self) -> usize {
         self.kernels.device.processors()
-    }
-
-    fn params(&self, t: &BackwardTensors, call: &DeviceCall) -> params::Backward {
-        let sizes = &call.shape;
-        let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| self.kernels.descale(d.as_ref()));
-        let (o, o_strides, delta) = match &t.delta {
-            Delta::Output(out) | Delta::Unrounded { out, .. } => (out.ptr().0, outer_strides(out), 0),
-            Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
-        };
-        let [window_left, window_right] = call.window();
-        params::Backward {
-            q: t.q.ptr().0,
-            k: t.k.ptr().0,
-            v: t.v.ptr().0,
-            o,
-            d_out: t.d_out.ptr().0,
-            lse: t.lse.ptr().0,
-            delta,
-            dq: t.dq.ptr().0,
-            dk: t.dk.ptr().0,
-            dv: t.dv.ptr().0,
-            q_descale: q.0,
-            k_descale: k.0,
-            v_descale: v.0,
-            q_strides: outer_strides(&t.q),
-            k_strides: outer_strides(&t.k),
-            v_strides: outer_strides(&t.v),
-            o_strides,
-            d_out_strides: outer_strides(&t.d_out),
-            dq_strides: outer_strides(&t.dq),
-            dk_strides: outer_strides(&t.dk),
-            dv_strides: outer_strides(&t.dv),
-            q_descale_strides: q.1,
-            k_descale_strides: k.1,
-            v_descale_strides: v.1,
-            batch: sizes.batch as i32,
-            heads_q: sizes.n_q_heads as i32,
-            heads_kv: sizes.n_kv_heads as i32,
-            len_q: sizes.len_q as i32,
-            len_k: sizes.len_k as i32,
-            softmax_scale: call.softmax_scale as f32,
-            diagonal: sizes.len_k as i32 - sizes.len_q as i32,
-            d: sizes.d_head as i32,
-            d_v: sizes.d_v as i32,
-            sequences: params::Sequences::of(call),
-            sinks: call.sinks.map_or(0, |x| x.ptr().0),
-            d_sinks: t.d_sinks.map_or(0, |x| x.ptr().0),
-            soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
-            window_left,
-            window_right,
-            ..Zeroable::zeroed()
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::backward_call::BackwardOptions;
 use super::regions::{Regions, check_workspace};
-use super::terms::DeviceCall;
+use super::terms::{DeviceCall, Features};
 use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::View;
 use crate::error::{Error, Result};
@@ -19,14 +19,8 @@ pub(super) struct BackwardForm {
     pub fill: bool,
     /// Without a window: keys behind the query's position are not seen.
     pub causal: bool,
-    /// Either end of what a query sees is bounded, as an end of a window is.
-    pub window: bool,
-    /// Sequences lie where lists in device memory say.
-    pub varlen: bool,
-    /// Logits are capped.
-    pub soft_cap: bool,
-    /// The call has sinks.
-    pub sink: bool,
+    /// With a window also where rows see no key.
+    pub features: Features,
     /// What the forward kept for it: where delta comes from, and whether dQ is of E4M3 codes of dS.
     pub keeps: Keeps,
 }
@@ -66,10 +60,7 @@ impl BackwardForm {
             },
             fill: sizes.d_head != columns || sizes.d_v != columns,
             causal: causal && !window,
-            window,
-            varlen: features.varlen,
-            soft_cap: features.soft_cap,
-            sink: features.sink,
+            features: Features { window, ..features },
             keeps: keeps.of_kernel(),
         })
     }
@@ -215,7 +206,7 @@ impl BackwardWorkspace {
         let of_terms = words(tiles * form.terms() * rows);
         let dq_sum = words(tiles * form.sum_bytes() / size_of::<f32>());
         let turns = words(if options.deterministic { tiles * 8 } else { 0 });
-        let sinks = words(if form.sink { tiles } else { 0 });
+        let sinks = words(if form.features.sink { tiles } else { 0 });
         let lane = regions.bytes().next_multiple_of(256);
         Ok(Self { lanes, lane, terms: of_terms, dq_sum, turns, sinks, bytes: lanes * lane })
     }
@@ -403,12 +394,12 @@ mod tests {
         let of_call = |call: &DeviceCall| BackwardForm::of(call, &PLAIN).unwrap();
         let form = |sizes: AttentionShape| of_call(&causal(&sizes));
         let dense = form(sizes);
-        assert!(dense.causal && !(dense.window || dense.fill || dense.varlen || dense.soft_cap || dense.sink));
+        assert!(dense.causal && !dense.fill && dense.features == Features::default());
         let sliding = |left| DeviceCall { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal(&sizes) };
         let windowed = of_call(&sliding(299));
-        assert!(windowed.window && !windowed.causal);
+        assert!(windowed.features.window && !windowed.causal);
         assert_eq!(of_call(&sliding(300)), dense, "a window of all keys is none");
-        assert!(form(AttentionShape { len_k: 299, ..sizes }).window, "a row that sees no key");
+        assert!(form(AttentionShape { len_k: 299, ..sizes }).features.window, "a row that sees no key");
         let fill = form(AttentionShape { d_v: 72, ..sizes });
         assert!(fill.fill && (fill.columns, fill.used) == (128, 128));
         let phi = form(AttentionShape { d_head: 96, d_v: 80, ..sizes });
@@ -422,7 +413,7 @@ mod tests {
 
         let packed = DeviceCall { sequences: lists(5, 100, 100), ..causal(&sizes) };
         let of = of_call(&packed);
-        assert!(of.varlen && of.causal);
+        assert!(of.features.varlen && of.causal);
         // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
         assert_eq!(of.tiles(&packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
         assert_eq!(dense.tiles(&causal(&sizes)), [2, 5, 3]);

@@ -1,7 +1,7 @@
 //! The forward's engine and its launches: the cast or V's reordering, attention, and the join of split keys. Which kernels these
 //! are: [`super::variant`]; over pages: [`super::paged`].
 
-use super::call::{Descales, Keys, Tensors, Workspace};
+use super::call::{Keys, Tensors, Workspace};
 use super::cut::{self, Cut};
 use super::kernels::{Kernels, Loaded, run_map};
 use super::paged::PagesCall;
@@ -217,7 +217,7 @@ impl Cuda {
             units: schedule.units as i32,
             section: schedule.section as i32,
             schedule: call.schedule.0,
-            ..self.forward_params(terms, tensors, header)
+            ..params::Forward::of(terms, tensors, header, &self.kernels)
         };
         let (mut heads, mut positions) = (1, ROWS);
         if let Some(split) = cut.split {
@@ -285,39 +285,6 @@ impl Cuda {
         let launch = Launch { grid: (x, y, z), block: 32 * Split::JOINING_WARPS as u32, shared: combine.shared };
         // SAFETY: as for the attention, which it waits for.
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
-    }
-
-    /// What the attention kernels take of a call, whichever way it is cut.
-    pub(super) fn forward_params(&self, call: &DeviceCall, t: &Tensors, counter: DevicePtr) -> params::Forward {
-        let (sizes, Descales { q, k, v, o, logit }) = (&call.shape, &t.descales);
-        let [q, k, v, o] = [q, k, v, o].map(|d| self.kernels.descale(d.as_ref()));
-        params::Forward {
-            o: t.out.ptr().0,
-            lse: t.lse.map_or(0, |x| x.ptr().0),
-            q_descale: q.0,
-            k_descale: k.0,
-            v_descale: v.0,
-            o_descale: o.0,
-            logit_descale: logit.map_or(0, |x| x.ptr().0),
-            telemetry: t.stats.map_or(0, |x| x.ptr().0),
-            counter: counter.0,
-            o_strides: outer_strides(&t.out),
-            q_descale_strides: q.1,
-            k_descale_strides: k.1,
-            v_descale_strides: v.1,
-            o_descale_strides: o.1,
-            softmax_scale: call.softmax_scale as f32,
-            batch: sizes.batch as i32,
-            heads_q: sizes.n_q_heads as i32,
-            heads_kv: sizes.n_kv_heads as i32,
-            len_q: sizes.len_q as i32,
-            len_k: sizes.len_k as i32,
-            sinks: call.sinks.map_or(0, |x| x.ptr().0),
-            window: call.window(),
-            soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
-            columns: sizes.d_v as i32,
-            ..Zeroable::zeroed()
-        }
     }
 
     fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &RowsCall, to: [DevicePtr; 3]) -> Result<()> {

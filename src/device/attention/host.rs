@@ -6,7 +6,7 @@ use super::call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors};
 use super::engine::Cuda;
 use super::sizes::{row_strides, rows_bytes};
 use super::terms::{DeviceCall, Sequences};
-use crate::attention::{AttentionCall, Keeps, PvAccumulator, Sequence};
+use crate::attention::{AttentionCall, Keeps, PvAccumulator};
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
@@ -77,7 +77,7 @@ struct Memory {
     saved: Vec<Buffer<u8>>,
     _scratch: Buffer<u8>,
     _rows: Vec<Buffer<f32>>,
-    _sequences: Vec<Buffer<i32>>,
+    _sequences: Option<[Buffer<i32>; 4]>,
 }
 
 /// An array of zeros with memory of its own.
@@ -87,19 +87,6 @@ fn array<T: Pod, const R: usize>(device: &Device, element: Element, shape: [usiz
     // SAFETY: the view lies in the buffer, which a `Resident` keeps as long as itself.
     let view = unsafe { buffer.view(element, shape) }?;
     Ok((buffer, view))
-}
-
-/// The lists of sequences in device memory.
-fn upload(device: &Device, sequences: &[Sequence]) -> Result<(Vec<Buffer<i32>>, Sequences)> {
-    let ends: [fn(&Sequence) -> usize; 4] = [|s| s.q.start, |s| s.q.end, |s| s.k.start, |s| s.k.end];
-    let list = |end: fn(&Sequence) -> usize| sequences.iter().map(|s| end(s) as i32).collect::<Vec<_>>();
-    let lists = ends.iter().map(|end| device.upload(&list(*end))).collect::<Result<Vec<_>>>()?;
-    // SAFETY: as the descales' below.
-    let view = |i: usize| unsafe { View::dense(lists[i].ptr(), Element::I32, [sequences.len()]) };
-    let longest = |of: fn(&Sequence) -> usize| sequences.iter().map(of).max().unwrap_or(0).max(1);
-    let [q_starts, q_ends, k_starts, k_ends] = [0, 1, 2, 3].map(view);
-    let (max_len_q, max_len_k) = (longest(|s| s.q.len()), longest(|s| s.k.len()));
-    Ok((lists, Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k }))
 }
 
 impl Resident {
@@ -191,7 +178,7 @@ impl Resident {
             }
             None => None,
         };
-        let (lists, sequences) = call.sequences.map(|list| upload(device, list)).transpose()?.unzip();
+        let (lists, sequences) = call.sequences.map(|list| Sequences::upload(device, list)).transpose()?.unzip();
         let call = call.on_device(sequences, sinks)?;
         let tensors = Tensors {
             q: q_view,
@@ -205,16 +192,8 @@ impl Resident {
             stats: stats_view,
         };
         let (scratch, workspace) = array(device, Element::U8, [Cuda::workspace_bytes(&call, &tensors)?])?;
-        let memory = Memory {
-            inputs: [q, k, v],
-            out,
-            lse,
-            stats,
-            saved,
-            _scratch: scratch,
-            _rows: kept,
-            _sequences: lists.unwrap_or_default(),
-        };
+        let memory =
+            Memory { inputs: [q, k, v], out, lse, stats, saved, _scratch: scratch, _rows: kept, _sequences: lists };
         Ok(Self { call, tensors, workspace, memory })
     }
 

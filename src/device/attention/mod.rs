@@ -50,13 +50,19 @@ mod variant;
 
 pub use crate::cuda::{Element, View};
 pub use backend::step_stats;
-pub use backward::{BackwardEngine, backward_variants};
+pub use backward::BackwardEngine;
+#[doc(hidden)]
+pub use backward::backward_variants;
 pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
 pub use call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors, Workspace};
 pub use engine::Cuda;
+// Hidden: a call with device memory of its own, which the command times and `Cuda` makes of a host call.
+#[doc(hidden)]
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
 pub use pages::{NewTokens, Pages, ValuePages};
 pub use sizes::HeadDims;
 pub use terms::{DeviceCall, Sequences};
 pub use tile::{Schedule, Split, Tile};
+// Hidden, with the other list of variants: tests compile every one.
+#[doc(hidden)]
 pub use variant::{attention_variants, cast_variants, paged_variants, spilling_variants};

@@ -198,7 +198,7 @@ impl Cuda {
             // A row of a call that is not causal stands behind all keys.
             causal_offset: if causal { 0 } else { sizes.len_q as i32 },
             out_e4m3: (t.out.element() == Element::E4m3).into(),
-            ..self.forward_params(call.call, t, at(0))
+            ..params::Forward::of(call.call, t, at(0), &self.kernels)
         };
         params.split_by(split, sizes, place.partial.map(&at));
         let mut paged = params::Paged { table: call.table(), starts: at(place.starts).0, parts: at(place.parts).0 };

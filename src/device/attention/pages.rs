@@ -75,17 +75,13 @@ impl Pages {
         }
         sizes.check_64_or_128("attention over pages")?;
         let (_, features) = call.features();
-        for (what, given) in [
-            ("a window is", features.window),
-            ("lists of sequences are", features.varlen),
-            ("a soft-cap is", features.soft_cap),
-            ("sinks are", features.sink),
-            ("logits in E4M3 are", tensors.descales.logit.is_some()),
-            ("saved operands are", tensors.keeps() != Keeps::Nothing),
-        ] {
-            if given {
-                return Err(Error::unsupported(format_args!("{what} not offered over pages")));
-            }
+        let terms = features.all().map(|(_, what, given)| (what, given));
+        let others = [
+            ("logits in E4M3", tensors.descales.logit.is_some()),
+            ("operands for a backward", tensors.keeps() != Keeps::Nothing),
+        ];
+        if let Some((what, _)) = terms.into_iter().chain(others).find(|(_, given)| *given) {
+            return Err(Error::unsupported(format_args!("over pages the GPU does not offer {what}")));
         }
         self.check_cache(sizes, pages)?;
         self.new.map_or(Ok(()), |new| new.check(sizes, tensors.q.element()))
@@ -306,8 +302,8 @@ mod tests {
         for (message, tensors) in cases {
             refused(tensors, call(&tensors), message);
         }
-        refused(plain, DeviceCall { mask: Mask::sliding(9), ..call(&plain) }, "a window is not offered over pages");
-        refused(plain, DeviceCall { soft_cap: Some(50.0), ..call(&plain) }, "a soft-cap is not offered over pages");
+        refused(plain, DeviceCall { mask: Mask::sliding(9), ..call(&plain) }, "does not offer a window");
+        refused(plain, DeviceCall { soft_cap: Some(50.0), ..call(&plain) }, "does not offer a soft-cap");
         refused(plain, DeviceCall { softmax_scale: 0.0, ..call(&plain) }, "softmax scale 0");
     }
 

@@ -1,5 +1,8 @@
 //! Mirrors of the parameter structs of kernels/attention, byte for byte. `tests` compares the offset of every field with the sources.
 
+use super::backward_call::{BackwardTensors, Delta};
+use super::call::{Descales, Tensors};
+use super::kernels::{Kernels, Variant};
 use super::terms::DeviceCall;
 use super::tile::Split;
 use crate::attention::AttentionShape;
@@ -305,6 +308,39 @@ mirrors! {
 }
 
 impl Forward {
+    /// What the attention kernels take of a call, whichever way it is cut.
+    pub fn of<V: Variant>(call: &DeviceCall, t: &Tensors, counter: DevicePtr, kernels: &Kernels<V>) -> Self {
+        let (sizes, Descales { q, k, v, o, logit }) = (&call.shape, &t.descales);
+        let [q, k, v, o] = [q, k, v, o].map(|d| kernels.descale(d.as_ref()));
+        Self {
+            o: t.out.ptr().0,
+            lse: t.lse.map_or(0, |x| x.ptr().0),
+            q_descale: q.0,
+            k_descale: k.0,
+            v_descale: v.0,
+            o_descale: o.0,
+            logit_descale: logit.map_or(0, |x| x.ptr().0),
+            telemetry: t.stats.map_or(0, |x| x.ptr().0),
+            counter: counter.0,
+            o_strides: outer_strides(&t.out),
+            q_descale_strides: q.1,
+            k_descale_strides: k.1,
+            v_descale_strides: v.1,
+            o_descale_strides: o.1,
+            softmax_scale: call.softmax_scale as f32,
+            batch: sizes.batch as i32,
+            heads_q: sizes.n_q_heads as i32,
+            heads_kv: sizes.n_kv_heads as i32,
+            len_q: sizes.len_q as i32,
+            len_k: sizes.len_k as i32,
+            sinks: call.sinks.map_or(0, |x| x.ptr().0),
+            window: call.window(),
+            soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
+            columns: sizes.d_v as i32,
+            ..Zeroable::zeroed()
+        }
+    }
+
     /// The rows of a tile of a split call, and where partial results go.
     pub fn split_by(&mut self, split: &Split, sizes: &AttentionShape, [o, lse, extremes]: [DevicePtr; 3]) {
         [self.o_partial, self.lse_partial, self.extremes_partial] = [o.0, lse.0, extremes.0];
@@ -353,6 +389,61 @@ impl Sequences {
             count: lists.count() as i32,
             unused: 0,
         })
+    }
+}
+
+impl Backward {
+    /// What the kernels take of a call, whichever way it is cut.
+    pub fn of<V: Variant>(call: &DeviceCall, t: &BackwardTensors, kernels: &Kernels<V>) -> Self {
+        let sizes = &call.shape;
+        let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| kernels.descale(d.as_ref()));
+        let (o, o_strides, delta) = match &t.delta {
+            Delta::Output(out) | Delta::Unrounded { out, .. } => (out.ptr().0, outer_strides(out), 0),
+            Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
+        };
+        let [window_left, window_right] = call.window();
+        Self {
+            q: t.q.ptr().0,
+            k: t.k.ptr().0,
+            v: t.v.ptr().0,
+            o,
+            d_out: t.d_out.ptr().0,
+            lse: t.lse.ptr().0,
+            delta,
+            dq: t.dq.ptr().0,
+            dk: t.dk.ptr().0,
+            dv: t.dv.ptr().0,
+            q_descale: q.0,
+            k_descale: k.0,
+            v_descale: v.0,
+            q_strides: outer_strides(&t.q),
+            k_strides: outer_strides(&t.k),
+            v_strides: outer_strides(&t.v),
+            o_strides,
+            d_out_strides: outer_strides(&t.d_out),
+            dq_strides: outer_strides(&t.dq),
+            dk_strides: outer_strides(&t.dk),
+            dv_strides: outer_strides(&t.dv),
+            q_descale_strides: q.1,
+            k_descale_strides: k.1,
+            v_descale_strides: v.1,
+            batch: sizes.batch as i32,
+            heads_q: sizes.n_q_heads as i32,
+            heads_kv: sizes.n_kv_heads as i32,
+            len_q: sizes.len_q as i32,
+            len_k: sizes.len_k as i32,
+            softmax_scale: call.softmax_scale as f32,
+            diagonal: sizes.len_k as i32 - sizes.len_q as i32,
+            d: sizes.d_head as i32,
+            d_v: sizes.d_v as i32,
+            sequences: Sequences::of(call),
+            sinks: call.sinks.map_or(0, |x| x.ptr().0),
+            d_sinks: t.d_sinks.map_or(0, |x| x.ptr().0),
+            soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
+            window_left,
+            window_right,
+            ..Zeroable::zeroed()
+        }
     }
 }
 

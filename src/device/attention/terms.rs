@@ -1,8 +1,8 @@
 //! [`Call`] with its lists in device memory: its rules, and what kernels and schedules take of it.
 
 use super::sizes::VALUE_TILE;
-use crate::attention::{AttentionCall, AttentionShape, Call};
-use crate::cuda::{Element, View};
+use crate::attention::{AttentionCall, AttentionShape, Call, Sequence};
+use crate::cuda::{Buffer, Device, Element, Request, View};
 use crate::error::{Error, Result};
 use std::convert::Infallible;
 
@@ -102,6 +102,28 @@ impl Features {
     pub const fn windowed(self) -> bool {
         self.window || self.varlen
     }
+
+    /// As the forward's kernels are compiled: masks of sequences are windows.
+    pub const fn of_forward(self) -> Self {
+        Self { window: self.windowed(), ..self }
+    }
+
+    /// Every one of them: its macro, what it is called, and whether it is there.
+    pub const fn all(self) -> [(&'static str, &'static str, bool); 4] {
+        let Self { window, varlen, soft_cap, sink } = self;
+        [
+            ("WINDOW", "a window", window),
+            ("VARLEN", "lists of sequences", varlen),
+            ("SOFT_CAP", "a soft-cap", soft_cap),
+            ("SINK", "sinks", sink),
+        ]
+    }
+
+    /// Adds the macros of those that are there.
+    pub fn define(self, request: Request) -> Request {
+        let there = self.all().into_iter().filter(|(.., there)| *there);
+        there.fold(request, |request, (name, ..)| request.define(name, 1))
+    }
 }
 
 /// A window without limit: `kNoWindow` of `kernels/attention/mask.cuh`.
@@ -147,6 +169,22 @@ impl DeviceCall {
 }
 
 impl Sequences {
+    /// Copies of a host's lists, in buffers that have to outlive every call that reads them.
+    ///
+    /// # Errors
+    /// If the device has no memory for them.
+    pub fn upload(device: &Device, sequences: &[Sequence]) -> Result<([Buffer<i32>; 4], Self)> {
+        let ends: [fn(&Sequence) -> usize; 4] = [|s| s.q.start, |s| s.q.end, |s| s.k.start, |s| s.k.end];
+        let [a, b, c, d] = ends.map(|end| device.upload(&sequences.iter().map(|s| end(s) as i32).collect::<Vec<_>>()));
+        let buffers = [a?, b?, c?, d?];
+        // SAFETY: the lists have that many entries; the caller keeps them.
+        let list = |i: usize| unsafe { View::dense(buffers[i].ptr(), Element::I32, [sequences.len()]) };
+        let [q_starts, q_ends, k_starts, k_ends] = [0, 1, 2, 3].map(list);
+        let longest = |of: fn(&Sequence) -> usize| sequences.iter().map(of).max().unwrap_or(0).max(1);
+        let (max_len_q, max_len_k) = (longest(|s| s.q.len()), longest(|s| s.k.len()));
+        Ok((buffers, Self { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k }))
+    }
+
     /// Number of sequences.
     pub fn count(&self) -> usize {
         self.q_starts.extents()[0]

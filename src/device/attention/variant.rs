@@ -145,14 +145,6 @@ pub(super) enum Variant {
     CheckTable,
 }
 
-impl Features {
-    fn define(self, request: Request) -> Request {
-        let all =
-            [("WINDOW", self.windowed()), ("VARLEN", self.varlen), ("SOFT_CAP", self.soft_cap), ("SINK", self.sink)];
-        all.into_iter().filter(|(_, on)| *on).fold(request, |request, (name, _)| request.define(name, 1))
-    }
-}
-
 impl kernels::Variant for Variant {
     fn request(self) -> Request {
         let arch = Arch::SM90A;
@@ -169,7 +161,7 @@ impl kernels::Variant for Variant {
                 let request = Request::new(sources::COMBINE, arch).define("HEAD_DIM", columns);
                 let request = if padded { request.define("PADDED", 1) } else { request };
                 let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
-                features.define(request)
+                features.of_forward().define(request)
             }
             Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps, features } => {
                 let mainloop = Mainloop::of(dims, tile, pv, [telemetry, logits_e4m3], features);
@@ -183,7 +175,7 @@ impl kernels::Variant for Variant {
             }
             Self::Cast { d_head, d_v, input, rope, features } => {
                 let request = define_dims(Request::new(sources::CAST, arch), d_head, d_v, false);
-                let request = features.define(request.define("INPUT", input).define("ROPE", rope));
+                let request = features.of_forward().define(request.define("INPUT", input).define("ROPE", rope));
                 // The cast makes the list of tiles.
                 if features.varlen { request.define("PROCESSORS", PROCESSORS) } else { request }
             }
@@ -228,6 +220,7 @@ impl kernels::Variant for Variant {
 fn forward(dims: HeadDims, tile: Tile, pv: Pv, how: [bool; 4], features: Features, mainloop: Mainloop) -> Request {
     let request = define_dims(Request::new(sources::ATTENTION, Arch::SM90A), dims.qk, dims.v, dims.padded);
     let request = features
+        .of_forward()
         .define(pv.define(request))
         .define("BLOCK_N", tile.keys)
         .define("CONSUMERS", tile.consumers)

@@ -3,13 +3,13 @@
 
 use super::memory::{MemoryLayout, row_length};
 use super::table::{PolicyLayer, PolicyTable, has_values};
-use crate::bound::{BoundKind, HeadBound, LayerBounds, Tail, check_device};
+use crate::bound::{self, BoundKind, HeadBound, LayerBounds, Tail, check_device};
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream, sources};
-use crate::device::{bounds, scale::ScaleEngine};
+use crate::device::scale::ScaleEngine;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, HeadOffsets, LayerSpec};
 use crate::plan::{OperandDescales, ScalePlan};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyShape, PolicyState, Pooling, Slack, Tensor};
+use crate::policy::{AutoCConfig, PolicyConfig, PolicyShape, PolicyState, Pooling, ScaledTensor, Slack};
 use crate::scale::Descale;
 use crate::stats::{StepStats, StepWords, stats_words};
 use std::ops::Range;
@@ -19,12 +19,12 @@ const THREADS: u32 = 256;
 /// Most query heads of a layer: a block keeps 8 bytes of shared memory for each.
 const MAX_QUERY_HEADS: usize = 4096;
 
-const TENSORS: usize = Tensor::ALL.len();
+const TENSORS: usize = ScaledTensor::ALL.len();
 
 /// Where a policy's bounds come from.
 #[derive(Debug)]
 pub enum BoundSource {
-    /// The policy needs none: `delayed-paper`, `delayed-te`, `current`.
+    /// The policy plans from none: [`PolicyKind::bound`](crate::policy::PolicyKind::bound).
     None,
     /// Weights in device memory, one read of them for each [`PolicyEngine::update_bounds`].
     Weights(Box<ScaleEngine>),
@@ -89,10 +89,11 @@ impl PolicyEngine {
         let (config, shape) = (state.config, PolicyShape::from(spec));
         // The host's own checks of a state, whose parts may come from a file.
         let state = state.restore(&config, shape.clone())?.save();
-        if spec.qk_norm.is_some() && matches!(config, PolicyConfig::GeometryCStar(_)) {
+        if spec.qk_norm.is_some() && config.kind().bound() == Some(BoundKind::RankAware) {
             return Err(Error::unsupported(format_args!(
-                "{}: q and k are normalized after the projection, so geometry-c-star has no rank-aware bound",
-                spec.name
+                "{}: q and k are normalized after the projection, so {} has no rank-aware bound",
+                spec.name,
+                config.kind()
             )));
         }
         let heads = shape.heads();
@@ -110,7 +111,7 @@ impl PolicyEngine {
         let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
         let (mut weights, mut host_bounds) = (None, None);
         match source {
-            BoundSource::None if needs_bounds(&config) => {
+            BoundSource::None if config.kind().bound().is_some() => {
                 return Err(Error::argument(format_args!("{} plans from bounds, and none were given", config.kind())));
             }
             BoundSource::None => {}
@@ -266,15 +267,15 @@ impl PolicyEngine {
     ///
     /// # Errors
     /// `is_argument` if there is no such layer.
-    pub fn descales(&self, layer: usize, tensor: Tensor) -> Result<DevicePtr> {
+    pub fn descales(&self, layer: usize, tensor: ScaledTensor) -> Result<DevicePtr> {
         Ok(self.descales.at(self.descale_range(layer, tensor)?.start))
     }
 
-    fn descale_range(&self, layer: usize, tensor: Tensor) -> Result<Range<usize>> {
+    fn descale_range(&self, layer: usize, tensor: ScaledTensor) -> Result<Range<usize>> {
         self.spec.layer(layer)?;
         let (q, kv) = (self.shape.heads().q(layer), self.shape.heads().kv(layer));
         let (before, count) = match tensor {
-            Tensor::Logit => (0, q.len()),
+            ScaledTensor::Logit => (0, q.len()),
             _ => (q.len() + (tensor as usize - 1) * kv.len(), kv.len()),
         };
         let start = q.start + 4 * kv.start + before;
@@ -285,7 +286,7 @@ impl PolicyEngine {
     ///
     /// # Errors
     /// `is_argument` if there is no such layer.
-    pub fn tensor_descale(&self, layer: usize, tensor: Tensor) -> Result<DevicePtr> {
+    pub fn tensor_descale(&self, layer: usize, tensor: ScaledTensor) -> Result<DevicePtr> {
         self.spec.layer(layer)?;
         Ok(self.tensor_descales.at(TENSORS * layer + tensor as usize))
     }
@@ -329,7 +330,7 @@ impl PolicyEngine {
         self.host_bounds.as_ref().map(|(heads, operands)| (heads.ptr(), operands.ptr()))
     }
 
-    /// [`BoundSource::Host`]: writes bounds that the host computed, one entry a layer in order, rounded up to f32. Synchronous.
+    /// [`BoundSource::Host`]: writes bounds that the host computed, one entry per layer in order, rounded up to f32. Synchronous.
     ///
     /// # Errors
     /// `is_argument` if bounds do not come from the host, `is_mismatch` if a layer is missing or has other heads,
@@ -338,9 +339,8 @@ impl PolicyEngine {
         let Some((heads, operands)) = &self.host_bounds else {
             return Err(Error::argument("the bounds of this policy do not come from the host"));
         };
-        let isotropic = matches!(self.config, PolicyConfig::GeometryCStar(_));
-        let kind = if isotropic { BoundKind::RankAware } else { BoundKind::Certain };
-        let (head_bounds, operand_bounds) = bounds::to_device(&self.spec, bounds, kind)?;
+        let kind = self.config.kind().bound().unwrap_or_default();
+        let (head_bounds, operand_bounds) = bound::to_device(&self.spec, bounds, kind)?;
         heads.write(&head_bounds)?;
         operands.write(&operand_bounds)
     }
@@ -356,7 +356,7 @@ impl PolicyEngine {
             (None, None) => return Err(Error::argument("this policy was made without bounds")),
         };
         let heads = heads.ok_or_else(|| Error::cuda("the scale engine was made without logit bounds"))?;
-        bounds::from_device(&self.spec, &heads.read()?, &operands.read()?, &self.tail)
+        bound::from_device(&self.spec, &heads.read()?, &operands.read()?, &self.tail)
     }
 
     /// The plan of one layer. Waits for the device.
@@ -366,7 +366,7 @@ impl PolicyEngine {
     pub fn read_plan(&self, layer: usize) -> Result<ScalePlan> {
         self.spec.layer(layer)?;
         let all = self.descales.read()?;
-        let row = |tensor: Tensor| -> Result<Vec<Descale>> {
+        let row = |tensor: ScaledTensor| -> Result<Vec<Descale>> {
             let values = &all[self.descale_range(layer, tensor)?];
             if values.iter().any(|value| value.is_nan()) {
                 return Err(Error::non_finite(format_args!(
@@ -377,11 +377,15 @@ impl PolicyEngine {
             }
             values.iter().map(|value| Descale::new(*value)).collect()
         };
-        let known = has_values(&self.spec) || !needs_bounds(&self.config);
+        let known = has_values(&self.spec) || self.config.kind().bound().is_none();
         let values = |tensor| known.then(|| row(tensor)).transpose();
-        let operands =
-            OperandDescales { q: row(Tensor::Q)?, k: row(Tensor::K)?, v: values(Tensor::V)?, o: values(Tensor::O)? };
-        Ok(ScalePlan { layer, logit_bound: None, logit_descale: row(Tensor::Logit)?, operands })
+        let operands = OperandDescales {
+            q: row(ScaledTensor::Q)?,
+            k: row(ScaledTensor::K)?,
+            v: values(ScaledTensor::V)?,
+            o: values(ScaledTensor::O)?,
+        };
+        Ok(ScalePlan { layer, logit_bound: None, logit_descale: row(ScaledTensor::Logit)?, operands })
     }
 
     /// The largest descale of each tensor, `[layer][logit, q, k, v, o]`. Waits for the device.
@@ -408,7 +412,7 @@ impl PolicyEngine {
         self.status.clear(stream)
     }
 
-    /// The statistics of the last observation, one entry a layer. The device does not count values: `count` says only whether
+    /// The statistics of the last observation, one entry per layer. The device does not count values: `count` says only whether
     /// there was one. Waits for the device.
     ///
     /// # Errors
@@ -422,7 +426,7 @@ impl PolicyEngine {
         self.spec.layers.iter().enumerate().map(layer).collect()
     }
 
-    /// auto-c: worst-case bound over observed amax since the burn-in began here, one entry a layer, of logits, q, k and v. `None`
+    /// auto-c: worst-case bound over observed amax since the burn-in began here, one entry per layer, of logits, q, k and v. `None`
     /// where nothing but zeros was observed; no entries under the other policies. Not part of the state. Waits for the device.
     ///
     /// # Errors
@@ -449,11 +453,6 @@ impl PolicyEngine {
         let state = state.restore(&self.config, self.shape.clone())?.save();
         self.memory.write(&MemoryLayout::encode(&state.memory, row_length(&state)?).1)
     }
-}
-
-/// Whether a policy plans from bounds.
-fn needs_bounds(config: &PolicyConfig) -> bool {
-    matches!(config, PolicyConfig::Geometry(_) | PolicyConfig::GeometryCStar(_) | PolicyConfig::AutoC(_))
 }
 
 /// # Errors

@@ -1,14 +1,14 @@
 //! The host's side of `kernels/policy/types.cuh`: what the policy kernels read, from the policy's own parameters.
 
-use crate::bound::{E4M3_MAX, Isotropic, Tail, isotropic};
+use crate::bound::{BoundKind, E4M3_MAX, Isotropic, Tail, isotropic};
 use crate::error::Result;
 use crate::model::{AttentionSpec, LayerSpec, NormKind};
 use crate::plan::Granularity;
-use crate::policy::{AmaxAlgorithm, Memory, PolicyConfig, PolicyKind, PolicyState, Pooling, Tensor};
+use crate::policy::{AmaxAlgorithm, Memory, PolicyConfig, PolicyState, ScaledTensor};
 use bytemuck::{Pod, Zeroable};
 
 /// Tensors with pools of their own under auto-c; o follows v.
-pub(super) const POOLED: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
+pub(super) const POOLED: [ScaledTensor; 4] = [ScaledTensor::Logit, ScaledTensor::Q, ScaledTensor::K, ScaledTensor::V];
 
 /// Heads of a layer, and of all layers before it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -88,20 +88,6 @@ const _: () = assert!(
     size_of::<PolicyTable>() == 15 * 8 + 4 * 4 + 4 * 8 + size_of::<Isotropic>() + 8 + 4 * 4 + 4 * 4 + 4 * 4
         && size_of::<Isotropic>() == 4 * 8
 );
-// The kernels count policies, tensors and pools as the host does.
-const _: () = assert!(
-    PolicyKind::Geometry as u32 == 0
-        && PolicyKind::GeometryCStar as u32 == 1
-        && PolicyKind::AutoC as u32 == 2
-        && PolicyKind::DelayedPaper as u32 == 3
-        && PolicyKind::DelayedTe as u32 == 4
-        && PolicyKind::Current as u32 == 5
-        && Tensor::Logit as u32 == 0
-        && Tensor::O as u32 == 4
-        && Pooling::Model as u32 == 0
-        && Pooling::Layer as u32 == 1
-        && Pooling::Head as u32 == 2
-);
 
 /// Whether values have bounds: their projection's input has a norm.
 pub(super) fn has_values(spec: &AttentionSpec) -> bool {
@@ -153,9 +139,48 @@ impl PolicyTable {
             PolicyConfig::Current(config) => config.granularity,
         };
         table.per_layer = (granularity == Granularity::Layer).into();
-        if matches!(state.config, PolicyConfig::GeometryCStar(_)) {
+        if state.config.kind().bound() == Some(BoundKind::RankAware) {
             table.isotropic = isotropic(spec, tail)?;
         }
         Ok(table)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::cuda::sources;
+    use crate::names::Named;
+    use crate::policy::{PolicyKind, Pooling, ScaledTensor};
+
+    /// The values of the enum in `kernels/policy/types.cuh` whose names begin with `prefix`, in the order of the text.
+    fn constants(first: &str) -> Vec<(&'static str, u32)> {
+        let (_, text) = sources::HEADERS.iter().find(|(path, _)| *path == "policy/types.cuh").unwrap();
+        let line = text.lines().find(|line| line.starts_with(&format!("enum : u32 {{ {first} = 0,"))).unwrap();
+        let list = line.split_once('{').unwrap().1.split_once('}').unwrap().0;
+        let one = |entry: &'static str| {
+            let (name, value) = entry.split_once(" = ").unwrap();
+            (name.trim(), value.trim().parse().unwrap())
+        };
+        list.split(',').map(one).collect()
+    }
+
+    fn agrees<T: Named>(prefix: &str, constants: &[(&str, u32)]) {
+        let name = |value: &T| format!("{prefix}{}", value.name().replace('-', "_").to_uppercase());
+        let own: Vec<(String, u32)> = T::VALUES.iter().zip(0..).map(|(value, at)| (name(value), at)).collect();
+        let kernels: Vec<(String, u32)> = constants.iter().map(|(name, value)| (name.to_string(), *value)).collect();
+        assert_eq!(own, kernels, "{}", T::WHAT);
+    }
+
+    /// The kernels count policies, tensors and poolings as the host does.
+    #[test]
+    fn constants_of_the_kernels_are_the_hosts() {
+        agrees::<PolicyKind>("", &constants("GEOMETRY"));
+        agrees::<Pooling>("POOL_", &constants("POOL_MODEL"));
+        let tensors = constants("LOGIT");
+        assert_eq!(tensors[ScaledTensor::ALL.len()], ("TENSORS", ScaledTensor::ALL.len() as u32));
+        assert_eq!(
+            tensors[..5].iter().map(|(_, value)| *value).collect::<Vec<_>>(),
+            ScaledTensor::ALL.map(|t| t as u32)
+        );
     }
 }

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 const RUNS: usize = 8;
 const WORDS: usize = 128;
-/// Words of a run, one a thread.
+/// Words of a run, one per thread.
 const LONGEST: usize = 32;
 
 /// Consecutive words, and where they go.

@@ -14,7 +14,7 @@ use crate::error::Result;
 pub(super) struct Bounds {
     certify: Kernel,
     launch: Launch,
-    /// A matrix a block.
+    /// A matrix per block.
     tasks: Buffer<Task>,
     products: Option<Products>,
     plan: Kernel,

@@ -10,6 +10,7 @@ use crate::bound::{HeadBound, HeadFrobenius};
 use crate::cuda::{Buffer, Device, DevicePtr, Stream};
 use crate::error::{Error, Result};
 use crate::model::HeadOffsets;
+use crate::plan::check_eta;
 use std::sync::Arc;
 
 /// A model's weights in device memory, with everything that scales need set up.
@@ -189,11 +190,9 @@ impl ScaleEngine {
     /// The same engine with logit descales bound / (eta 448); 0.8 unless this is called.
     ///
     /// # Errors
-    /// If `eta` is not above 0 and at most 1.
+    /// As [`check_eta`](crate::plan::check_eta).
     pub fn with_eta(mut self, eta: f64) -> Result<Self> {
-        if !(eta > 0.0 && eta <= 1.0) {
-            return Err(Error::argument(format_args!("eta must be above 0 and at most 1, not {eta}")));
-        }
+        check_eta(eta)?;
         self.groups.iter_mut().for_each(|group| group.set_eta(eta));
         Ok(self)
     }

@@ -80,7 +80,7 @@ impl Grams {
         let Storage { dtype, rows, columns } = Storage::of(&[first.q.weight, first.k.weight]);
         let (small, sums) = (r <= 128 && dtype != Dtype::F32, has_sums(layers));
         let route = match device.arch().compute == 90 {
-            // Without rotation both sides' roundings meet in one norm, and one a side is more than the bounds allow.
+            // Without rotation both sides' roundings meet in one norm, and one per side is more than the bounds allow.
             true if small && rows && !sums && r > 64 && first.rotary > 0 => GramRoute::Rounded,
             true if small && (rows || columns) => GramRoute::Split,
             true if !small && rows => GramRoute::Wide,

@@ -1,6 +1,7 @@
 //! Weights in device memory that belong to this crate: checked, or copied from the host.
 
-use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide, above};
+use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
+use crate::bound::round_up;
 use crate::cuda::{Buffer, Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::geometry::{LayerGeometry, gains};
@@ -73,7 +74,7 @@ impl DeviceWeights {
         Self { layers, memory: self.memory.clone() }
     }
 
-    /// One entry a layer.
+    /// One entry per layer.
     pub fn layers(&self) -> &[LayerInput] {
         &self.layers
     }
@@ -116,7 +117,7 @@ impl Upload<'_> {
             d_head: own.d_head,
             rotary: rope.map_or(0, |rope| rope.rotary_dim),
             interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
-            rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
+            rope_factor: rope.map_or(1.0, |rope| round_up(rope.attention_factor)),
             softmax_scale: own.softmax_scale,
             query_factor: own.query_factor(),
             rounding_share: spec.rounding_share(own, weights.stored()),

@@ -1,6 +1,7 @@
 //! The tables of one kind of layers: where their weights are, and where their statistics and results go.
 
-use super::tables::{self, Addresses, HAS_MEAN, LayerInput, NO_ROW, Place, ProjectionInput, above};
+use super::tables::{self, Addresses, HAS_MEAN, LayerInput, NO_ROW, Place, ProjectionInput};
+use crate::bound::round_up;
 
 /// The tables of a group: its projections (q, k, v of each layer, those that are read) and its layers.
 pub(super) struct Tables {
@@ -75,7 +76,7 @@ impl Tables {
                 rope_factor: l.rope_factor,
                 normalised: l.qk_norm.is_some().into(),
                 query_factor: l.growth(place).query,
-                rounding_share: [l.rounding_share.q, l.rounding_share.k, l.rounding_share.v].map(above),
+                rounding_share: [l.rounding_share.q, l.rounding_share.k, l.rounding_share.v].map(round_up),
             });
         }
         t

@@ -44,7 +44,7 @@ pub(super) struct Form {
     pub turns: bool,
     pub f16: bool,
     pub vectors: Dtype,
-    /// One block a multiprocessor, beside other kernels.
+    /// One block per multiprocessor, beside other kernels.
     pub beside: bool,
 }
 

@@ -25,7 +25,7 @@ pub type PowerEngine = PowerIteration<false>;
 ///
 /// For parity with the paper: the sum bounds no head. A step is `u = M v / ||M v||`, `sigma = ||M^T u||`, kept as
 /// `y = W_K^T v`, `[KV head][d_head]`, which is repeated over a group and summed over it, never W_K. It reads W_Q and W_K
-/// twice. Estimates are one a layer, vectors `[layer][KV head][d_head]`.
+/// twice. Estimates are one per layer, vectors `[layer][KV head][d_head]`.
 pub type SummedPowerEngine = PowerIteration<true>;
 
 /// A power iteration of every layer of a model, whose layers may differ: each kind (heads, head dimension, norm, storage) has
@@ -291,7 +291,7 @@ impl Kind {
         let [layers, projections, parts] = [self.layers.ptr(), self.projections.ptr(), self.parts.ptr()].map(Arg::Ptr);
         let pass = self.pass(of_k, Products::Both, false);
         let grid = (self.shape.n_q as u32, self.layers.len() as u32, 1);
-        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block a head.
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block per head.
         unsafe {
             let args = [layers, projections, pass, from, to, parts, scales, sigma];
             self.heads.launch(stream, Launch { grid, block: 256, shared: 0 }, &args)
@@ -302,7 +302,7 @@ impl Kind {
         let [layers, to, inputs, parts, sigma] =
             [self.layers.ptr(), to, self.inputs.ptr(), self.parts.ptr(), sigma].map(Arg::Ptr);
         let args = [layers, self.pass(of_k, products, true), to, inputs, parts, sigma];
-        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block a layer.
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block per layer.
         unsafe { self.sum.launch(stream, Launch::linear(self.layers.len(), 1024, 0), &args) }
     }
 }

@@ -5,7 +5,7 @@ use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
 
-/// The products of a group of layers, one a query head.
+/// The products of a group of layers, one per query head.
 #[derive(Debug)]
 pub(super) struct Products {
     kernel: Kernel,

@@ -1,9 +1,11 @@
 //! The host's side of the tables that the kernels read (`kernels/scale/types.cuh` and the structs at the head of
 //! each kernel file).
 
+use crate::bound::round_up;
 use crate::cuda::{Buffer, Device, DevicePtr, tensor_map};
 use crate::error::Result;
 use crate::model::RoundingShare;
+use crate::tensor;
 use bytemuck::{Pod, Zeroable};
 
 /// Type of stored values.
@@ -16,6 +18,16 @@ pub enum Dtype {
     F16 = 1,
     /// IEEE single.
     F32 = 2,
+}
+
+impl From<Dtype> for tensor::Dtype {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Bf16 => Self::Bf16,
+            Dtype::F16 => Self::F16,
+            Dtype::F32 => Self::F32,
+        }
+    }
 }
 
 impl Dtype {
@@ -45,7 +57,7 @@ pub struct DeviceMatrix {
 pub struct ProjectionInput {
     /// Weight.
     pub weight: DeviceMatrix,
-    /// Bias, one value a channel, or NULL.
+    /// Bias, one value per channel, or NULL.
     pub bias: DevicePtr,
 }
 
@@ -134,10 +146,10 @@ impl LayerInput {
     /// rounded up; where results go.
     pub(super) fn growth(&self, place: &Place) -> Growth {
         Growth {
-            logits: above(self.softmax_scale * self.query_factor),
-            query: above(self.query_factor),
-            rounding_share: [self.rounding_share.q, self.rounding_share.k].map(above),
-            weight_rounding: self.rounding_share.weights.map(above),
+            logits: round_up(self.softmax_scale * self.query_factor),
+            query: round_up(self.query_factor),
+            rounding_share: [self.rounding_share.q, self.rounding_share.k].map(round_up),
+            weight_rounding: self.rounding_share.weights.map(round_up),
             q: place.q,
             kv: place.kv,
         }
@@ -200,12 +212,6 @@ pub(super) fn stand_in(ptr: DevicePtr) -> DevicePtr {
         DevicePtr(address) if address.is_multiple_of(16) => DevicePtr(16),
         _ => DevicePtr(1),
     }
-}
-
-/// The smallest f32 that is not below `x`.
-pub(crate) fn above(x: f64) -> f32 {
-    let near = x as f32;
-    if f64::from(near) < x { near.next_up() } else { near }
 }
 
 /// Factors and the rounding share of one layer, for `scale_logit_bounds` and `scale_qk_norm_bounds`.

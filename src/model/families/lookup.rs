@@ -3,7 +3,7 @@
 use super::refused::REFUSED;
 use super::schema::Family;
 use super::wrappers::WRAPPERS;
-use super::{hybrids, latent, layer_norm, rms_norm};
+use super::{hybrids, layer_norm, mla, rms_norm};
 use serde::Serialize;
 
 /// Families whose tokens also see the ones behind them, unless the config makes the model a decoder.
@@ -50,7 +50,7 @@ pub fn known_families() -> Vec<KnownFamily> {
 
 /// All of them.
 fn families() -> impl Iterator<Item = &'static Family> {
-    rms_norm::FAMILIES.iter().chain(layer_norm::FAMILIES).chain(hybrids::FAMILIES).chain(latent::FAMILIES)
+    rms_norm::FAMILIES.iter().chain(layer_norm::FAMILIES).chain(hybrids::FAMILIES).chain(mla::FAMILIES)
 }
 
 /// The family of a `model_type`.

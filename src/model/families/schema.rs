@@ -197,7 +197,7 @@ pub(crate) enum RopeLayers {
     ByType { pattern: Pattern, local_theta: Option<(&'static str, f64)> },
     /// The same in all if this key has this value, else none.
     If(&'static str, &'static str),
-    /// A list of bases, one a layer, 0 for a layer that is not rotated; absent or null: the common base in all.
+    /// A list of bases, one per layer, 0 for a layer that is not rotated; absent or null: the common base in all.
     Bases(&'static str),
     /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
     NoRope { interval: (&'static str, usize) },

@@ -6,7 +6,8 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask, Precision, PvAccumulator, reference};
-use sigmascale::device::attention::{Element, SavedOperands, SavedRows, View, Workspace};
+use sigmascale::cuda::Buffer;
+use sigmascale::device::attention::{Element, SavedOperands, SavedRows, Tensors, View, Workspace};
 use sigmascale::fp8::{Format, OnOverflow};
 
 tests![
@@ -74,6 +75,21 @@ fn the_output_is_not_biased() {
     }
 }
 
+/// Memory for what the cast saves, filled with a code: a head's row has a multiple of 16 bytes.
+fn saved_memory(tensors: &Tensors, code: u8) -> ([Buffer<u8>; 3], SavedOperands) {
+    let [k, v] = keys(tensors);
+    let [(a, q), (b, k), (c, v)] = [tensors.q, k, v].map(|like| {
+        let [batch, length, heads, d] = like.extents();
+        let row = d.next_multiple_of(16);
+        let buffer = device().upload(&vec![code; batch * length * heads * row]).unwrap();
+        let strides = [length * heads * row, heads * row, row, 1].map(|stride| stride as i64);
+        // SAFETY: the buffer has the bytes of the view and outlives the work, which reading it waits for.
+        let view = unsafe { View::new(buffer.ptr(), Element::E4m3, like.extents(), strides) };
+        (buffer, view)
+    });
+    ([a, b, c], SavedOperands { q, k, v, rows: SavedRows::Nothing })
+}
+
 /// The cast leaves E4M3 rows to the caller, and the output has the same bits.
 fn operands_are_saved_for_a_backward() {
     let stream = stream();
@@ -92,23 +108,12 @@ fn operands_are_saved_for_a_backward() {
         gpu.launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         let want = memory.results();
 
-        // A head's row has a multiple of 16 bytes.
         let row = d_head.next_multiple_of(16);
-        let saved = inputs.map(|x| device().upload(&vec![0x7fu8; x.len() / d_head * row]).unwrap());
+        let (saved, views) = saved_memory(&tensors, 0x7f);
         let bytes = Workspace::of(&on_device(&call), Element::Bf16, accumulator, true).bytes;
         assert!(bytes < workspace.extents()[0], "saved operands take no room in the workspace");
-        // SAFETY: the buffers have the bytes of the views and outlive the work, which `results` waits for.
-        let (views, workspace) = unsafe {
-            let rows = |i: usize, like: &View<4>| {
-                let ([_, length, heads, _], row) = (like.extents().map(|n| n as i64), row as i64);
-                let strides = [length * heads * row, heads * row, row, 1];
-                View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
-            };
-            let [k, v] = keys(&tensors);
-            let (q, k, v) = (rows(0, &tensors.q), rows(1, &k), rows(2, &v));
-            let views = SavedOperands { q, k, v, rows: SavedRows::Nothing };
-            (views, View::dense(workspace.ptr(), Element::U8, [bytes]))
-        };
+        // SAFETY: it is the front of the workspace.
+        let workspace = unsafe { View::dense(workspace.ptr(), Element::U8, [bytes]) };
         tensors.saved = Some(views);
         memory.stats.write(&vec![0; memory.stats.len()]).unwrap();
         memory.out.clear(&stream).unwrap();
@@ -140,17 +145,11 @@ fn the_largest_p_of_each_row_is_kept() {
         let memory = Memory::new(&call, [&inputs[0], &inputs[1], &inputs[2]], &descales);
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         tensors.accumulator = PvAccumulator::F16;
-        let saved = [tensors.q, keys(&tensors)[0], keys(&tensors)[1]]
-            .map(|x| device().upload(&vec![0u8; x.extents().iter().product()]).unwrap());
+        let (saved, views) = saved_memory(&tensors, 0);
         let row_max = device().upload(&vec![f32::NAN; shape.lse_elements()]).unwrap();
-        // SAFETY: the buffers have the bytes of the views and outlive the work, which reading them waits for.
-        tensors.saved = Some(unsafe {
-            let [k, v] = keys(&tensors);
-            let [q, k, v] =
-                [(0, tensors.q), (1, k), (2, v)].map(|(i, x)| View::dense(saved[i].ptr(), Element::E4m3, x.extents()));
-            let rows = SavedRows::RowMax(View::dense(row_max.ptr(), Element::F32, [batch, n_q_heads, len_q]));
-            SavedOperands { q, k, v, rows }
-        });
+        // SAFETY: the buffer has the bytes of the view and outlives the work, which reading it waits for.
+        let rows = SavedRows::RowMax(unsafe { row_max.view(Element::F32, [batch, n_q_heads, len_q]).unwrap() });
+        tensors.saved = Some(SavedOperands { rows, ..views });
         cuda().launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
         stream.synchronize().unwrap();
         let codes =
@@ -196,27 +195,13 @@ fn what_rounding_took_from_the_output_is_kept() {
         let memory = Memory::new(&call, [&inputs[0], &inputs[1], &inputs[2]], &descales);
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         tensors.accumulator = PvAccumulator::F16;
-        let row = |d: usize| d.next_multiple_of(16);
-        let saved = [tensors.q, keys(&tensors)[0], keys(&tensors)[1]].map(|x| {
-            let [batch, length, heads, d] = x.extents();
-            device().upload(&vec![0u8; batch * length * heads * row(d)]).unwrap()
-        });
+        let (saved, views) = saved_memory(&tensors, 0);
         let residual = device().upload(&vec![0xffu8; 2 * shape.out_elements()]).unwrap();
         let mut results = Vec::new();
-        for kept in [None, Some(&residual)] {
-            // SAFETY: the buffers have the bytes of the views and outlive the work, which reading them waits for.
-            tensors.saved = Some(unsafe {
-                let rows = |i: usize, like: &View<4>| {
-                    let [_, length, heads, d] = like.extents();
-                    let (length, heads, row) = (length as i64, heads as i64, row(d) as i64);
-                    let strides = [length * heads * row, heads * row, row, 1];
-                    View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
-                };
-                let kept = kept.map(|x| SavedRows::Residual(View::dense(x.ptr(), Element::Bf16, shape.out_shape())));
-                let [k, v] = keys(&tensors);
-                let (q, k, v) = (rows(0, &tensors.q), rows(1, &k), rows(2, &v));
-                SavedOperands { q, k, v, rows: kept.unwrap_or_default() }
-            });
+        // SAFETY: as above.
+        let took = SavedRows::Residual(unsafe { residual.view(Element::Bf16, shape.out_shape()).unwrap() });
+        for rows in [SavedRows::Nothing, took] {
+            tensors.saved = Some(SavedOperands { rows, ..views });
             memory.stats.write(&vec![0; memory.stats.len()]).unwrap();
             memory.out.clear(&stream).unwrap();
             cuda().launch(&stream, &on_device(&call), &tensors, &workspace).unwrap();
@@ -234,7 +219,7 @@ fn what_rounding_took_from_the_output_is_kept() {
             .zip([d, d, d_v].into_iter().zip(descales))
             .map(|(codes, (d, descale))| {
                 let codes = codes.read().unwrap();
-                let rows = codes.chunks_exact(row(d)).flat_map(|row| &row[..d]);
+                let rows = codes.chunks_exact(d.next_multiple_of(16)).flat_map(|row| &row[..d]);
                 rows.map(|&code| f64::from(Format::E4m3.decode(code)) * f64::from(descale)).collect()
             })
             .collect();

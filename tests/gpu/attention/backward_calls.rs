@@ -191,7 +191,7 @@ impl Memory {
         let lse = forward.lse.iter().enumerate().map(|(at, &x)| if live_q[of_lse(at)] { x as f32 } else { f32::NAN });
 
         let device = device();
-        let (mut bytes, mut floats, mut lists) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut bytes, mut floats) = (Vec::new(), Vec::new());
         let mut upload = |x: &[u8]| -> DevicePtr {
             bytes.push(device.upload(x).unwrap());
             bytes.last().unwrap().ptr()
@@ -242,16 +242,8 @@ impl Memory {
         let sinks = call.sinks.map(|sinks| of_heads(sinks.iter().map(|&x| x as f32).collect()));
         // The last buffer of floats.
         let d_sinks = call.sinks.map(|_| of_heads(vec![f32::NAN; n_q_heads]));
-        let sequences = call.sequences.map(|list| {
-            let ends: [fn(&Sequence) -> usize; 4] = [|s| s.q.start, |s| s.q.end, |s| s.k.start, |s| s.k.end];
-            let [q_starts, q_ends, k_starts, k_ends] = ends.map(|end| {
-                lists.push(device.upload(&list.iter().map(|s| end(s) as i32).collect::<Vec<_>>()).unwrap());
-                unsafe { View::dense(lists.last().unwrap().ptr(), Element::I32, [list.len()]) }
-            });
-            let longest = |of: fn(&Sequence) -> usize| list.iter().map(of).max().unwrap_or(0).max(1);
-            let (max_len_q, max_len_k) = (longest(|s| s.q.len()), longest(|s| s.k.len()));
-            Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k }
-        });
+        let (lists, sequences) = call.sequences.map(|list| Sequences::upload(device, list).unwrap()).unzip();
+        let lists = lists.into_iter().flatten().collect();
         let on_device = call.on_device(sequences, sinks).unwrap();
         // For engines that take it.
         let took = planted(&|at| (forward.out[at] - bf16::from_f32(forward.out[at] as f32).to_f64()) as f32);

@@ -259,18 +259,7 @@ impl Bench {
 
         let at = [0, 1, 2].map(|i| cast.as_ref().unwrap_or(&plain)[i].ptr());
         let operand = if case.cast.is_some() { Element::Bf16 } else { Element::E4m3 };
-        let lists: Option<[Buffer<i32>; 4]> = case.sequences.as_ref().map(|list| {
-            let ends: [fn(&Sequence) -> usize; 4] = [|s| s.q.start, |s| s.q.end, |s| s.k.start, |s| s.k.end];
-            ends.map(|end| device().upload(&list.iter().map(|s| end(s) as i32).collect::<Vec<_>>()).unwrap())
-        });
-        let sequences = lists.as_ref().zip(case.sequences.as_ref()).map(|(lists, list)| {
-            // SAFETY: the lists outlive the work.
-            let [q_starts, q_ends, k_starts, k_ends] =
-                [0, 1, 2, 3].map(|i| unsafe { lists[i].view(Element::I32, [list.len()]).unwrap() });
-            let longest = |of: fn(&Sequence) -> usize| list.iter().map(of).max().unwrap_or(0).max(1);
-            let (max_len_q, max_len_k) = (longest(|s| s.q.len()), longest(|s| s.k.len()));
-            Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k }
-        });
+        let (lists, sequences) = case.sequences.as_ref().map(|list| Sequences::upload(device(), list).unwrap()).unzip();
         let words = stats_words(n_q_heads, n_kv_heads);
         // SAFETY: all buffers outlive the work, which `read` waits for, and hold what the extents say.
         let (tensors, workspace) = unsafe {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::plan::Granularity;
-use crate::policy::{AutoCConfig, DelayedPaperConfig, DelayedTeConfig, PolicyShape, Pooling, Tensor};
+use crate::policy::{AutoCConfig, DelayedPaperConfig, DelayedTeConfig, PolicyShape, Pooling, ScaledTensor};
 
 fn start(config: PolicyConfig) -> PolicyState {
     config.build(PolicyShape::new([(8, 2), (3, 3), (6, 1)])).unwrap().save()
@@ -54,11 +54,11 @@ fn slack_is_read_layer_by_layer() {
     let state = start(PolicyConfig::AutoC(AutoCConfig::default()));
     let (layout, mut words) = MemoryLayout::encode(&state.memory, row_length(&state).unwrap());
     assert_eq!(layout.slack(&words), [[None; 4]; 3]);
-    let at = 4 + Tensor::K as usize;
+    let at = 4 + ScaledTensor::K as usize;
     bytemuck::cast_slice_mut::<_, SlackWords>(&mut words[layout.slack.clone()])[at] =
         SlackWords { min: 1.0, max: 5.0, sum: 6.0, count: 2 };
     let slack = layout.slack(&words);
-    assert_eq!(slack[1][Tensor::K as usize], Some(Slack { min: 1.0, mean: 3.0, max: 5.0, count: 2 }));
+    assert_eq!(slack[1][ScaledTensor::K as usize], Some(Slack { min: 1.0, mean: 3.0, max: 5.0, count: 2 }));
     assert_eq!(slack.iter().flatten().flatten().count(), 1);
 }
 

@@ -1,0 +1,186 @@
+//! The page of a run's history.
+
+use super::sentences;
+use crate::chart::{Frame, Line, lines};
+use crate::html::{Figure, Made, Page, Tone};
+use crate::svg::Axis;
+use sigmascale_lab::diagnose::{Diagnosis, RunVerdict};
+use sigmascale_lab::history::{History, LayerRecord};
+
+/// Most points of a curve.
+const POINTS: usize = 120;
+/// Curves of heads beside the first that went wrong.
+const OTHERS: usize = 3;
+/// Colour and dashes of a curve by its place.
+const LOOKS: [(&str, &str); 4] = [("p3", ""), ("p0", "7 3"), ("p1", "2 2"), ("p5", "9 3 2 3")];
+
+/// A column of the record, by head.
+type Column = fn(&LayerRecord) -> &[f64];
+
+/// The page.
+pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
+    let mut page = Page::new(
+        "Diagnosis of a training run",
+        &sentences::headline(diagnosis),
+        "Alarms are raised on what each head's attention did, before the loss shows it. A record without alarms proves \
+         nothing about what was not recorded.",
+    );
+    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
+    page.verdict(tone, &sentences::verdict(diagnosis));
+    if !diagnosis.alarms.is_empty() {
+        page.section("Alarms");
+        let rows = diagnosis.alarms.iter().map(|alarm| sentences::alarm(alarm).to_vec());
+        page.table("reasons", &table(&sentences::ALARM_HEADS, rows));
+        page.end_section();
+        page.section("What to do");
+        page.lines(&sentences::advice(diagnosis));
+        page.end_section();
+    }
+    let figures = figures(diagnosis, history);
+    if !figures.is_empty() {
+        page.section("History");
+        page.paragraph(&curves_of(diagnosis));
+        page.figures(&figures);
+        page.end_section();
+    }
+    if !diagnosis.heads.is_empty() {
+        page.section("Heads");
+        page.paragraph(&sentences::legend(diagnosis));
+        let rows = sentences::worst(diagnosis);
+        page.table("", &table(&sentences::HEADS, rows.iter().map(|head| sentences::head(head).to_vec())));
+        page.end_section();
+    }
+    page.render(made)
+}
+
+fn table<const N: usize>(heads: &[&str; N], rows: impl Iterator<Item = Vec<String>>) -> Vec<Vec<String>> {
+    std::iter::once(heads.map(str::to_owned).to_vec()).chain(rows).collect()
+}
+
+/// The heads that are drawn, as layer and head.
+fn drawn(diagnosis: &Diagnosis) -> Vec<(usize, usize)> {
+    sentences::worst(diagnosis).iter().take(1 + OTHERS).map(|head| (head.layer, head.head)).collect()
+}
+
+/// What the curves are.
+fn curves_of(diagnosis: &Diagnosis) -> String {
+    let looks = ["solid", "dashed", "dotted", "dash-dotted"];
+    let heads = drawn(diagnosis);
+    let name = |((layer, head), look): (&(usize, usize), &str)| match heads.len() {
+        1 => format!("layer {layer}, head {head}"),
+        _ => format!("layer {layer}, head {head} ({look})"),
+    };
+    let names: Vec<String> = heads.iter().zip(looks).map(name).collect();
+    let mark = if diagnosis.first.is_some() { " The vertical line is the first alarm." } else { "" };
+    format!("Drawn: {}.{mark}", names.join("; "))
+}
+
+fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
+    let shown = sentences::worst(diagnosis);
+    let limits = sentences::logit_limits(&shown[..shown.len().min(1 + OTHERS)]);
+    // One line cannot show several limits.
+    let (limit, limit_caption) = match limits[..] {
+        [limit] => (Some(limit), format!("Absolute value. Dotted: the limit of {limit}.")),
+        _ => (None, "Absolute value. The layers have different limits, by the format of Q and K.".to_owned()),
+    };
+    let mut figures = Vec::new();
+    let losses = history.steps.iter().filter_map(|step| Some((step.step, step.loss?))).collect();
+    figures.extend(figure(
+        diagnosis,
+        ("Loss", "Means where there are many steps.".to_owned()),
+        vec![Line { name: String::new(), look: ("p0".to_owned(), ""), points: thinned(losses) }],
+        None,
+    ));
+    let quantities: [(&str, String, Column, Option<f64>); 8] = [
+        ("Norm of W_Q", "Certified spectral norm.".to_owned(), |layer| &layer.w_q, None),
+        ("sigma", "Certified norm of W_Q^T W_K, without the softmax scale.".to_owned(), |layer| &layer.sigma, None),
+        ("Largest logit", limit_caption, |layer| &layer.logit_max, limit),
+        ("Certified logit bound", "Worst case, including rounding.".to_owned(), |layer| &layer.bound, None),
+        (
+            "Repeated maxima",
+            "Share of rows whose maximum occurs more than once.".to_owned(),
+            |layer| &layer.repeated,
+            None,
+        ),
+        (
+            "Sum of delta's bias",
+            "Since the first record. An error without a sign stays near 0.".to_owned(),
+            |layer| &layer.delta_bias,
+            Some(0.0),
+        ),
+        ("Entropy", "Mean of the attention weights, in nats.".to_owned(), |layer| &layer.entropy, None),
+        (
+            "Use of the FP8 range",
+            "Largest part; above 1, values saturate.".to_owned(),
+            |layer| &layer.utilization,
+            Some(1.0),
+        ),
+    ];
+    for (title, caption, column, limit) in quantities {
+        let mut all: Vec<Line> = Vec::new();
+        for (place, (layer, head)) in drawn(diagnosis).into_iter().enumerate() {
+            let mut points: Vec<(u64, f64)> = history
+                .layers
+                .iter()
+                .filter(|record| record.layer == layer)
+                .filter_map(|record| Some((record.step, *column(record).get(head)?)))
+                .filter(|point| point.1.is_finite())
+                .collect();
+            if title == "Sum of delta's bias" {
+                points.iter_mut().fold(0.0, |sum, point| {
+                    point.1 += sum;
+                    point.1
+                });
+            }
+            let name = format!("layer {layer}, head {head}");
+            all.push(Line { name, look: look(place), points: thinned(points) });
+        }
+        figures.extend(figure(diagnosis, (title, caption), all, limit));
+    }
+    figures
+}
+
+fn look(place: usize) -> (String, &'static str) {
+    let (class, dash) = LOOKS[place % LOOKS.len()];
+    (class.to_owned(), dash)
+}
+
+/// A figure of these curves; none where nothing was recorded.
+fn figure(
+    diagnosis: &Diagnosis,
+    (title, caption): (&str, String),
+    mut all: Vec<Line>,
+    limit: Option<f64>,
+) -> Option<Figure> {
+    all.retain(|line| !line.points.is_empty());
+    if all.is_empty() {
+        return None;
+    }
+    let values: Vec<f64> = all.iter().flat_map(|line| &line.points).map(|point| point.1).collect();
+    let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    // A limit far above all values would flatten them.
+    let limit = limit.filter(|limit| *limit == 0.0 || largest >= 0.3 * limit);
+    // What is compared with 0 has no logarithm.
+    let axis = match limit != Some(0.0) && values.iter().all(|value| *value > 0.0) {
+        true => Axis::new(values.iter().copied().chain(limit), None),
+        false => Axis::linear(values.iter().copied().chain(limit)),
+    };
+    let places = || all.iter().flat_map(|line| &line.points).map(|point| point.0);
+    let (first, last) = (places().min()?, places().max()?);
+    let mark = diagnosis.first.as_ref().and_then(|alarm| usize::try_from(alarm.raised).ok());
+    let mark = mark.filter(|step| (first..=last).contains(step));
+    let frame = Frame { axis, first, last: last.max(first + 1), over: "step", limit, mark };
+    Some(Figure { title: title.to_owned(), caption, content: lines(&all, &frame) })
+}
+
+/// At most [`POINTS`] means of finite values, in the order of their steps.
+fn thinned(mut points: Vec<(u64, f64)>) -> Vec<(usize, f64)> {
+    points.retain(|point| point.1.is_finite() && point.0 < 1 << 52);
+    points.sort_by_key(|point| point.0);
+    let every = points.len().div_ceil(POINTS).max(1);
+    let mean = |part: &[(u64, f64)]| {
+        let sum: f64 = part.iter().map(|point| point.1).sum();
+        (part[part.len() / 2].0 as usize, sum / part.len() as f64)
+    };
+    points.chunks(every).map(mean).collect()
+}

@@ -1,0 +1,89 @@
+//! `sigmascale export`: a checkpoint that a serving engine loads with these scales.
+
+use super::model::{Model, files};
+use super::named::named;
+use super::output::OutputArgs;
+use super::progress;
+use super::table::{Table, range, short, wrapped};
+use super::target::check_not_of_model;
+use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate};
+use sigmascale::{Error, Result};
+use std::fmt::Write;
+use std::path::PathBuf;
+
+/// Write a checkpoint that a serving engine loads with these scales
+#[derive(clap::Args)]
+pub struct Args {
+    /// Checkpoint folder
+    model: String,
+    /// New folder to write
+    #[arg(long, value_name = "DIR")]
+    to: PathBuf,
+    /// Engine that will load it
+    #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
+    engine: Engine,
+    /// One scale per head (vLLM only; vLLM 0.32 cannot update the weights of such a model)
+    #[arg(long)]
+    per_head: bool,
+    /// Copy the weights; by default files of 1 MiB and more become hard links
+    #[arg(long)]
+    copy: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+/// Runs the command.
+pub fn run(args: Args) -> Result<()> {
+    args.output.check()?;
+    check_not_of_model("--to", &args.to)?;
+    let model = Model::open(&args.model)?;
+    args.output.check_not_read(("--to", Some(&args.to)), &files(&args.model, &model))?;
+    let Model::Checkpoint(checkpoint) = model else {
+        return Err(Error::argument(format_args!(
+            "export needs weights, but {} has none: pass a checkpoint folder",
+            args.model
+        )));
+    };
+    let options = ExportOptions { engine: args.engine, per_head: args.per_head, copy: args.copy };
+    let bar = progress::bar(checkpoint.spec().layers.len(), "{msg}: layer {pos}/{len}", "export");
+    let mut each = || {
+        bar.inc(1);
+        Ok(())
+    };
+    let export = serving::export(&checkpoint, &args.to, &options, &mut each)?;
+    bar.finish_and_clear();
+    args.output.write(&export, table)
+}
+
+fn table(export: &serving::Export) -> String {
+    let certificate = &export.certificate;
+    let mut out = String::new();
+    let folder = export.folder.display();
+    let _ = writeln!(out, "{folder}: {} for {}", certificate.model, certificate.engine);
+    let _ = writeln!(out, "  {} files linked, {} copied", export.linked, export.copied);
+    if !export.left_out.is_empty() {
+        let _ = writeln!(
+            out,
+            "  left out, since the engine would load them instead of the exported files: {}",
+            export.left_out.join(", ")
+        );
+    }
+    for note in &certificate.notes {
+        out.push_str(&wrapped(note, "  ", 118));
+    }
+    let safe = if certificate.safe { "no operand can overflow" } else { "NOT CERTIFIED: an operand can overflow" };
+    let _ = writeln!(out, "  {safe}\n");
+    let mut table = Table::new(["layer", "q scale", "k scale", "v scale", "q worst", "k worst", "v worst"]);
+    let scale = |operand: Option<&OperandCertificate>| {
+        range(operand.into_iter().flat_map(|o| o.scale.iter().map(|scale| f64::from(*scale))))
+    };
+    let load = |operand: Option<&OperandCertificate>| short(operand.map(|o| f64::from(o.load)));
+    for layer in &certificate.layers {
+        let (q, k, v) = (Some(&layer.q), Some(&layer.k), layer.v.as_ref());
+        table.row([layer.layer.to_string(), scale(q), scale(k), scale(v), load(q), load(k), load(v)]);
+    }
+    out.push_str(&table.render());
+    out.push_str("worst: worst-case bound / (448 x scale); up to 1 nothing can overflow\n\n");
+    let _ = writeln!(out, "Serve it with: {}", export.command);
+    out
+}

@@ -1,0 +1,109 @@
+//! Where a result goes.
+
+use super::target::{check_not_of_model, check_not_read, place_of};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use sigmascale::{Error, Result};
+use sigmascale_lab::file::{check_target, write_atomically};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+/// Options that every command has.
+#[derive(Args)]
+pub struct OutputArgs {
+    /// Format of the result
+    #[arg(long, value_enum, default_value = "table")]
+    format: Format,
+    /// Write the result to FILE instead of stdout; - is stdout
+    #[arg(short = 'o', long = "output", value_name = "FILE")]
+    file: Option<PathBuf>,
+}
+
+/// Formats of a result.
+#[derive(Clone, Copy, ValueEnum)]
+enum Format {
+    /// Text for people
+    Table,
+    /// JSON for scripts
+    Json,
+}
+
+impl OutputArgs {
+    /// Finds out before the work starts that the file cannot be written, or would become part of a model.
+    pub fn check(&self) -> Result<()> {
+        self.file().map_or(Ok(()), |file| check_target(file).and_then(|()| check_not_of_model("-o", file)))
+    }
+
+    /// The same of another output of the command, which must be another file.
+    pub fn check_other(&self, option: &str, other: &Path) -> Result<()> {
+        if other == Path::new("-") {
+            return Err(Error::argument(format_args!(
+                "{option} needs a file, since stdout is for the result; {option} ./- is a file of this name"
+            )));
+        }
+        check_target(other)?;
+        check_not_of_model(option, other)?;
+        match self.file() {
+            Some(file) if place_of(file) == place_of(other) => Err(Error::argument(format_args!(
+                "-o and {option} name the same file, {}: one would replace the other",
+                file.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses to write over what the command reads, by this option or another.
+    pub fn check_not_read(&self, other: (&str, Option<&Path>), read: &[PathBuf]) -> Result<()> {
+        for (option, file) in [("-o", self.file()), other] {
+            file.map_or(Ok(()), |file| check_not_read(option, file, read.iter().cloned()))?;
+        }
+        Ok(())
+    }
+
+    /// As `--format json`.
+    pub fn ask_for_json(&mut self) {
+        self.format = Format::Json;
+    }
+
+    fn file(&self) -> Option<&Path> {
+        self.file.as_deref().filter(|file| *file != Path::new("-"))
+    }
+
+    /// Writes a result in the format asked for.
+    pub fn write<T: Serialize>(&self, value: &T, table: impl FnOnce(&T) -> String) -> Result<()> {
+        let mut text = match self.format {
+            Format::Table => printable(&table(value)),
+            Format::Json => serde_json::to_string_pretty(value)
+                .map_err(|e| Error::non_finite(format_args!("the result cannot be written as JSON: {e}")))?,
+        };
+        if !text.ends_with('\n') {
+            text.push('\n');
+        }
+        match self.file() {
+            Some(file) => write_file(file, text.as_bytes()),
+            None => write_stdout(&text),
+        }
+    }
+}
+
+/// Writes a file and confirms it on stderr.
+pub fn write_file(file: &Path, bytes: &[u8]) -> Result<()> {
+    write_atomically(file, bytes)?;
+    // Nobody is left to tell if the terminal is gone.
+    let _ = writeln!(std::io::stderr(), "wrote {}", printable(&file.display().to_string()));
+    Ok(())
+}
+
+/// Text without control characters, which could rewrite a terminal: names come from files.
+pub fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n', " ")
+}
+
+/// A reader that stops reading (`| head`) is not a failure.
+pub fn write_stdout(text: &str) -> Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Error::io(Path::new("stdout"), "write", error)),
+        _ => Ok(()),
+    }
+}

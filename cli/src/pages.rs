@@ -1,0 +1,30 @@
+//! The pages that commands write with `--html`, for programs that hold a result: one self-contained document each.
+
+use super::html::Made;
+use super::stress::Results;
+use super::{diagnose, inspect, stress, verify};
+use sigmascale::calibrate::Inspection;
+use sigmascale::serving::Audit;
+use sigmascale_lab::diagnose::Diagnosis;
+use sigmascale_lab::history::History;
+use sigmascale_lab::stress::StressResult;
+
+/// The page of `sigmascale inspect`.
+pub fn of_inspection(inspection: &Inspection) -> String {
+    inspect::page::render(inspection, &Made::by_library())
+}
+
+/// The page of `sigmascale stress`.
+pub fn of_stress(result: StressResult) -> String {
+    stress::page::render(&Results::One(Box::new(result.into())), &Made::by_library())
+}
+
+/// The page of `sigmascale verify`.
+pub fn of_audit(audit: Audit) -> String {
+    verify::page(&verify::Report { audit, others: vec![] }, &Made::by_library())
+}
+
+/// The page of `sigmascale diagnose`.
+pub fn of_diagnosis(diagnosis: &Diagnosis, history: &History) -> String {
+    diagnose::page::render(diagnosis, history, &Made::by_library())
+}

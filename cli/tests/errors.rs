@@ -1,0 +1,237 @@
+//! What goes wrong on the command line: the message names what is there and what to do, and one kind of mistake has one
+//! exit code.
+
+mod run;
+
+use run::{TINY_LLAMA, copy_of_tiny_llama, failure, text};
+use std::path::{Path, PathBuf};
+
+const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+const INDEX: &str = "model.safetensors.index.json";
+const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n";
+
+/// A copy of the carried checkpoint without the named files and with these empty ones.
+fn folder(without: &[&str], with: &[&str]) -> (tempfile::TempDir, PathBuf) {
+    let (keep, folder) = copy_of_tiny_llama();
+    without.iter().for_each(|name| std::fs::remove_file(folder.join(name)).unwrap());
+    with.iter().for_each(|name| std::fs::write(folder.join(name), b"").unwrap());
+    (keep, folder)
+}
+
+/// The one line that every command which reads a model gives for this one; exit code 1.
+fn refused(model: &str) -> String {
+    let lines = [
+        &["calibrate", model][..],
+        &["inspect", model],
+        &["stress", "checkpoint-load", "--model", model],
+        &["bench", "spectral", "--model", model],
+    ]
+    .map(|args| {
+        let (code, log) = failure(args);
+        assert!(code == 1 && log.lines().count() == 1, "{args:?}: {code} {log}");
+        log
+    });
+    assert!(lines.iter().all(|line| *line == lines[0]), "{lines:?}");
+    lines[0].clone()
+}
+
+fn names(model: &Path, parts: &[&str]) {
+    let line = refused(text(model));
+    for part in parts {
+        assert!(line.contains(part), "{part:?} is missing from {line}");
+    }
+}
+
+#[test]
+fn unknown_names() {
+    let line = refused("mistral-8b");
+    assert!(line.starts_with("error: mistral-8b: ") && line.contains("nearest: mistral-7b, "), "{line}");
+    assert!(line.contains("the presets are gpt2-xl, mistral-7b, llama-2-13b"), "{line}");
+    let line = refused("nothing-like-it");
+    assert!(!line.contains("nearest") && line.contains("the presets are gpt2-xl"), "{line}");
+    let line = refused("mistralai/Mistral-7B-v0.1");
+    let download = "`hf download mistralai/Mistral-7B-v0.1 --local-dir Mistral-7B-v0.1`";
+    assert!(line.contains("model id") && line.contains(download) && line.contains("mistral-7b"), "{line}");
+    let line = refused("/no/such/folder");
+    assert!(!line.contains("hf download") && line.contains("no such path"), "{line}");
+}
+
+#[test]
+fn folders_without_the_weights_that_are_read() {
+    let weights = [&SHARDS[..], &[INDEX]].concat();
+    let (_keep, bin) = folder(&weights, &["pytorch_model.bin"]);
+    names(
+        &bin,
+        &["pytorch_model.bin is a pickled PyTorch checkpoint", "save_pretrained(folder, safe_serialization=True)"],
+    );
+    let (_keep, config) = folder(&weights, &[]);
+    let json = config.join("config.json");
+    names(&config, &["found no weights: download model.safetensors", text(&json)]);
+    let (_keep, gguf) = folder(&weights, &["model-Q4_K_M.gguf"]);
+    names(&gguf, &["model-Q4_K_M.gguf is GGUF", "use the safetensors checkpoint"]);
+    names(&gguf.join("model-Q4_K_M.gguf"), &["is GGUF", "use the safetensors checkpoint"]);
+    names(&bin.join("pytorch_model.bin"), &["is a pickled PyTorch checkpoint"]);
+    let (_keep, other) = folder(&weights, &["adapter.safetensors"]);
+    let named = other.join("adapter.safetensors");
+    names(
+        &other,
+        &["expected model.safetensors or model.safetensors.index.json, found adapter.safetensors", text(&named)],
+    );
+}
+
+#[test]
+fn folders_without_all_shards() {
+    let (_keep, no_index) = folder(&[INDEX, SHARDS[1]], &[]);
+    names(&no_index, &["found model-00001-of-00002.safetensors, but no model.safetensors.index.json", "all 2 shards"]);
+    let (_keep, one) = folder(&[SHARDS[1]], &[]);
+    names(&one, &[INDEX, "1 of the 2 shards", "download model-00002-of-00002.safetensors"]);
+}
+
+#[test]
+fn folders_without_a_config() {
+    let (_keep, no_config) = folder(&["config.json"], &[]);
+    names(&no_config, &["found model-00001-of-00002.safetensors, but no config.json", "copy config.json from"]);
+    names(&no_config.join(SHARDS[0]), &["but no config.json", "copy config.json from"]);
+    let bin = tempfile::tempdir().unwrap();
+    std::fs::write(bin.path().join("pytorch_model.bin"), b"").unwrap();
+    names(bin.path(), &["pytorch_model.bin is a pickled PyTorch checkpoint", "save_pretrained"]);
+    let cache = tempfile::tempdir().unwrap();
+    let snapshot = cache.path().join("snapshots").join("0123abcd");
+    std::fs::create_dir_all(&snapshot).unwrap();
+    names(cache.path(), &["pass ", text(&snapshot)]);
+    let empty = tempfile::tempdir().unwrap();
+    names(empty.path(), &["the folder is empty"]);
+    std::fs::write(empty.path().join("model.gguf"), b"").unwrap();
+    names(empty.path(), &["model.gguf is GGUF"]);
+    std::fs::rename(empty.path().join("model.gguf"), empty.path().join("notes.txt")).unwrap();
+    names(empty.path(), &["only notes.txt"]);
+    names(&empty.path().join("notes.txt"), &["expected a checkpoint folder, a .safetensors file or a config.json"]);
+}
+
+#[test]
+fn one_shard_of_several() {
+    let (_keep, whole) = folder(&[], &[]);
+    let shard = whole.join(SHARDS[0]);
+    names(&shard, &[text(&shard), "this is shard 1 of 2: pass the folder", text(&whole)]);
+}
+
+#[test]
+fn other_content_under_the_name_of_weights() {
+    for (bytes, part) in [
+        (&b"GGUF\x03\0\0\0 and the rest"[..], "it is GGUF"),
+        (b"PK\x03\x04\x14\0\x08\x08 and the rest", "it is a pickled PyTorch checkpoint"),
+        (b"<!DOCTYPE html><html><body>Log in</body></html>", "it is a web page"),
+        (b"{\"error\": \"not found\"}", "it is JSON"),
+    ] {
+        let (_keep, folder) = folder(&[&SHARDS[..], &[INDEX]].concat(), &[]);
+        let file = folder.join("model.safetensors");
+        std::fs::write(&file, bytes).unwrap();
+        names(&folder, &[text(&file), part]);
+    }
+}
+
+#[test]
+fn numbers_past_a_range_name_the_argument_or_the_operand() {
+    for (options, part) in [
+        (&["--as-paper", "--c", "1e308"][..], "c 1e308 must be at most"),
+        (&["--eta", "1e-320"], "eta 1e-320 must lie between 1e-6 and 1"),
+    ] {
+        let (code, log) = failure(&[&["calibrate", TINY_LLAMA][..], options].concat());
+        assert!(code == 2 && log.contains(part), "{options:?}: {code} {log}");
+    }
+}
+
+#[test]
+fn a_missing_path_names_the_option() {
+    let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "a,b"]);
+    assert!(code == 1 && log.contains("error: a: ") && log.contains("--checkpoints lists"), "{code} {log}");
+}
+
+#[test]
+fn git_lfs_pointers() {
+    for name in ["config.json", INDEX, SHARDS[0]] {
+        let (_keep, folder) = folder(&[], &[]);
+        std::fs::write(folder.join(name), POINTER).unwrap();
+        names(&folder, &[name, "this is a Git LFS pointer", "`git lfs pull` in", text(&folder)]);
+    }
+}
+
+#[test]
+fn an_unknown_family_lists_the_known_ones() {
+    let (_keep, folder) = copy_of_tiny_llama();
+    let config = folder.join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap().replace("\"llama\"", "\"alibi-net\"");
+    std::fs::write(&config, text).unwrap();
+    names(
+        &folder,
+        &["config.json", "unknown model type `alibi-net`", "`sigmascale families` lists the supported types"],
+    );
+    let text = std::fs::read_to_string(&config).unwrap().replace("\"alibi-net\"", "\"qwen3_mo\"");
+    std::fs::write(&config, text).unwrap();
+    names(&folder, &["nearest: qwen3_moe"]);
+}
+
+/// Exit code 2 is for options, whatever the files hold; 1 for what they name.
+#[test]
+fn one_kind_of_mistake_has_one_exit_code() {
+    let stress = |options: &[&'static str]| [&["stress", "weight-spike", "--model", TINY_LLAMA][..], options].concat();
+    let model = |options: &[&'static str]| [&["calibrate", "mistral-7b"][..], options].concat();
+    let bench = |options: &[&'static str]| [&["bench", "attention"][..], options].concat();
+    let whole = "expected an integer of at least 1";
+    let usage: Vec<(Vec<&str>, &str)> = vec![
+        // Values that are no numbers, or of the wrong sign.
+        (stress(&["--steps", "-3"]), whole),
+        (stress(&["--steps", "0"]), whole),
+        (stress(&["--layers", "-1"]), whole),
+        (stress(&["--seq-len", "-8"]), whole),
+        (stress(&["--seed", "-1"]), "expected an integer of at least 0"),
+        (stress(&["--delta", "-1"]), "delta -1 must be greater than 0 and less than 1"),
+        (stress(&["--delayed-te-margin", "-40"]), "delayed-te: margin -40 must lie between -32 and 32"),
+        (model(&["--seq-len", "-1"]), whole),
+        (model(&["--batch", "1.5"]), whole),
+        (model(&["--eta", "-0.5"]), "eta -0.5 must lie between 1e-6 and 1"),
+        (model(&["--delta", "inf"]), "expected a finite number"),
+        (model(&["--as-paper", "--c", "-0.1"]), "c -0.1 must be finite and greater than zero"),
+        (bench(&["--seqlens", "-5"]), whole),
+        (bench(&["--tokens", "0"]), whole),
+        (bench(&["--shapes", "64x8"]), "a shape is"),
+        (vec!["bench", "spectral", "--layers", "-2"], "-2 is not in 1..=1024"),
+        // Options that contradict each other, or the scenario.
+        (model(&["--bound", "worst-case", "--estimator", "power"]), "bound worst-case needs estimator gram"),
+        (model(&["--export-scales", "x.safetensors"]), "needs weights"),
+        (vec!["inspect", "mistral-7b"], "needs weights"),
+        (stress(&["--trace", "x.json"]), "remove --trace"),
+        // Empty values.
+        (vec!["calibrate", ""], "the model is empty"),
+        (vec!["calibrate", " "], "the model is empty"),
+        (bench(&["--shapes", ""]), "a shape is"),
+        (model(&["--seq-len", "99999999999999999999"]), "expected at most 18446744073709551615"),
+        (model(&["--estimator", "power"]), "use bound rank-aware"),
+        (stress(&["--policies", "geometry,geometry"]), "duplicate policy geometry"),
+        (stress(&["--policies", ""]), "no policy is named"),
+        // Values past what the model has.
+        (stress(&["--layers", "7"]), "layers 7 must lie between 1 and 6"),
+        (stress(&["--steps", "100001"]), "steps 100001 must lie between"),
+    ];
+    for (args, part) in &usage {
+        let (code, log) = failure(args);
+        assert!(code == 2 && log.contains(part), "{args:?}: {code} {log}");
+    }
+    let (_keep, broken) = folder(&[], &[]);
+    std::fs::write(broken.join("config.json"), "{").unwrap();
+    let broken = text(&broken).to_owned();
+    for (args, part) in [
+        (&["calibrate", "/no/such/model"][..], "/no/such/model"),
+        (&["calibrate", &broken], "config.json"),
+        (&["inspect", &broken], "config.json"),
+        (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "/no/such/model"], "/no/such/model"),
+        (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", &broken], "config.json"),
+        (&["stress", "replay", "--trace", "/no/such/trace"], "/no/such/trace"),
+        (&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/no/such/text"], "/no/such/text"),
+        (&["families", "-o", "/no/such/folder/x"], "its folder does not exist"),
+        (&["doctor", "-o", "/no/such/folder/x"], "its folder does not exist"),
+    ] {
+        let (code, log) = failure(args);
+        assert!(code == 1 && log.contains(part) && log.lines().count() == 1, "{args:?}: {code} {log}");
+    }
+}
