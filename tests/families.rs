@@ -475,7 +475,8 @@ fn families_with_a_key_bias_have_a_center() {
             let have = mean(ranges.positions.unwrap_or(CENTER_POSITIONS).min(CENTER_POSITIONS));
             let has = want.iter().flatten().any(|x| x.abs() > 1e-9);
             let rotates = own.rope.is_some() && spec.soft_cap.is_none() && !own.sinks;
-            let CenteredLayer { center, k, .. } = CenteredLayer::new(spec, &bounds, &ranges, &CenterPolicy::CACHE).unwrap();
+            let CenteredLayer { center, k, .. } =
+                CenteredLayer::new(spec, &bounds, &ranges, &CenterPolicy::CACHE).unwrap();
             assert!(has && rotates || center.k.is_none(), "{label}");
             let constant = shift.is_some() || (spec.bias.k || spec.norm.shift) && !normalised;
             assert_eq!(has && rotates, constant && rotates, "{label}");
