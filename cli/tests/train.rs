@@ -119,7 +119,7 @@ fn the_page_has_losses_overflow_and_its_own_text() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let (page, text) = (std::fs::read_to_string(&file).unwrap(), String::from_utf8(output.stdout).unwrap());
     for part in
-        ["Training loss, casts saturating", "The same minus f32&#39;s, casts NaN", "Steps with an overflow so far"]
+        ["Training loss, casts saturating", "The same minus f32&#39;s, casts nan", "Steps with an overflow so far"]
     {
         assert_eq!(page.matches(part).count(), 1, "{part}");
     }
