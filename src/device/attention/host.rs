@@ -89,6 +89,14 @@ fn array<T: Pod, const R: usize>(device: &Device, element: Element, shape: [usiz
     Ok((buffer, view))
 }
 
+/// A workspace, which may hold anything: not cleared, so that initcheck of compute-sanitizer sees what is read unwritten.
+fn scratch(device: &Device, bytes: usize) -> Result<(Buffer<u8>, View<1>)> {
+    let buffer = device.allocate::<u8>(bytes)?;
+    // SAFETY: as in `array`.
+    let view = unsafe { buffer.view(Element::U8, [bytes]) }?;
+    Ok((buffer, view))
+}
+
 impl Resident {
     /// Allocates everything; operands are zero.
     ///
@@ -191,7 +199,7 @@ impl Resident {
             lse: Some(lse_view),
             stats: stats_view,
         };
-        let (scratch, workspace) = array(device, Element::U8, [Cuda::workspace_bytes(&call, &tensors)?])?;
+        let (scratch, workspace) = scratch(device, Cuda::workspace_bytes(&call, &tensors)?)?;
         let memory =
             Memory { inputs: [q, k, v], out, lse, stats, saved, _scratch: scratch, _rows: kept, _sequences: lists };
         Ok(Self { call, tensors, workspace, memory })
@@ -281,7 +289,7 @@ impl ResidentBackward {
         let (dq, dq_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
         let (dk, dk_view) = array::<u8, 4>(device, Element::Bf16, sizes.k_shape())?;
         let (dv, dv_view) = array::<u8, 4>(device, Element::Bf16, sizes.v_shape())?;
-        let (scratch, workspace) = array(device, Element::U8, [engine.workspace_bytes(&call)?])?;
+        let (scratch, workspace) = scratch(device, engine.workspace_bytes(&call)?)?;
         let of_sinks = |_| array::<f32, 1>(device, Element::F32, [sizes.n_q_heads]);
         let (d_sinks, d_sinks_view) = call.sinks.map(of_sinks).transpose()?.unzip();
         let tensors = BackwardTensors {

@@ -1,7 +1,7 @@
 //! The backward against the CPU's, and against itself.
 
 use super::backward_calls::{gradient_sizes, norm};
-use super::{Data, bf16_bytes, cuda, distance, on_device, stream, wide};
+use super::{Data, bf16_bytes, cuda, distance, on_device, scratch, stream, wide};
 use crate::device;
 use half::bf16;
 use rand::rngs::StdRng;
@@ -96,7 +96,7 @@ impl Memory {
             delta: device.upload(&delta).unwrap(),
             d_out: device.upload(&bf16_bytes(d_out)).unwrap(),
             gradients: [poison(of_q), poison(of_kv), poison(of_kv)],
-            workspace: device.upload(&vec![0xffu8; engine.workspace_bytes(&on_device(call)).unwrap()]).unwrap(),
+            workspace: scratch(engine.workspace_bytes(&on_device(call)).unwrap()),
         };
         memory.forward(call, PvAccumulator::F16, &poison(of_q));
         memory
@@ -137,7 +137,7 @@ impl Memory {
         let (of_q, _, of_lse) = Self::shapes(call);
         let [q, k, v] = self.operands(call);
         let bytes = Workspace::of(&on_device(call), Element::E4m3, accumulator, false).bytes;
-        let scratch = device().zeros::<u8>(bytes.max(Workspace::HEADER)).unwrap();
+        let scratch = scratch(bytes.max(Workspace::HEADER));
         let tensors = Tensors {
             q,
             keys: Keys::Rows { k, v },

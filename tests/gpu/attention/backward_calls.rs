@@ -4,7 +4,7 @@
 //! between rows. `SIGMASCALE_RANDOM_BACKWARD` sets how many calls (60), `SIGMASCALE_RANDOM_SEED` which.
 
 use super::random::setting;
-use super::{Data, bf16_bytes, stream, wide};
+use super::{Data, bf16_bytes, scratch, stream, wide};
 use crate::device;
 use half::bf16;
 use rand::rngs::StdRng;
@@ -248,8 +248,9 @@ impl Memory {
         // For engines that take it.
         let took = planted(&|at| (forward.out[at] - bf16::from_f32(forward.out[at] as f32).to_f64()) as f32);
         let residual = half(&bf16_bytes(&took), n_q_heads, len_q, d_v);
-        let workspace_bytes = engine.workspace_bytes(&on_device).unwrap();
-        let workspace = unsafe { View::dense(upload(&vec![0xff; workspace_bytes]), Element::U8, [workspace_bytes]) };
+        let scratch = scratch(engine.workspace_bytes(&on_device).unwrap());
+        let workspace = unsafe { View::dense(scratch.ptr(), Element::U8, [scratch.len()]) };
+        bytes.push(scratch);
         let tensors = BackwardTensors {
             q: q8,
             k: k8,

@@ -1,6 +1,6 @@
 //! Windows, soft-caps, sinks and sequences of unequal length beside the CPU, and their lengths from a graph.
 
-use super::{BF16, Data, Memory, bf16_bytes, both, cuda, distance, exact, logit_error, same_casts, stream};
+use super::{BF16, Data, Memory, bf16_bytes, both, cuda, distance, exact, logit_error, same_casts, scratch, stream};
 use crate::device;
 use sigmascale::attention::{Attention, AttentionCall, AttentionShape, Cpu, Mask, Padding, Precision, Sequence};
 use sigmascale::cuda::Buffer;
@@ -128,7 +128,7 @@ fn a_graph_follows_the_lengths() {
         let (mut tensors, _) = memory.tensors(&call, Element::Bf16);
         let call = DeviceCall { sequences: Some(sequences), ..DeviceCall::causal(shape) };
         tensors.stats = None;
-        let scratch: Buffer<u8> = device().zeros(Cuda::workspace_bytes(&call, &tensors).unwrap()).unwrap();
+        let scratch = scratch(Cuda::workspace_bytes(&call, &tensors).unwrap());
         // SAFETY: as above.
         let workspace = unsafe { scratch.view(Element::U8, [scratch.len()]).unwrap() };
         let (gpu, stream) = (cuda(), stream());
@@ -175,7 +175,7 @@ pub(super) fn casts_of_sequences_count_by_the_descale_of_their_entry() {
         let (tensors, _) = memory.tensors(&call, Element::Bf16);
         let call = DeviceCall { sequences: Some(sequences), ..DeviceCall::causal(shape) };
         let bytes = Cuda::workspace_bytes(&call, &tensors).unwrap();
-        let scratch: Buffer<u8> = device().zeros(bytes).unwrap();
+        let scratch = scratch(bytes);
         let workspace = unsafe { scratch.view(Element::U8, [bytes]).unwrap() };
         cuda().launch(&stream(), &call, &tensors, &workspace).unwrap();
         let (_, _, words) = memory.results();

@@ -456,9 +456,7 @@ impl Memory {
             lse: device.upload(&vec![f32::NAN; shape.lse_elements()]).unwrap(),
             stats: device.zeros(stats_words(shape.n_q_heads, shape.n_kv_heads)).unwrap(),
             // F16 needs the most.
-            workspace: device
-                .zeros(Workspace::of(&on_device(call), Element::Bf16, PvAccumulator::F16, false).bytes)
-                .unwrap(),
+            workspace: scratch(Workspace::of(&on_device(call), Element::Bf16, PvAccumulator::F16, false).bytes),
             descales: device.upload(descales).unwrap(),
         }
     }
@@ -501,6 +499,15 @@ impl Memory {
 
 fn bf16_bytes(x: &[f32]) -> Vec<u8> {
     x.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect()
+}
+
+/// Scratch of a call. Poisoned, so that what is read before it is written shows as NaN; `SIGMASCALE_TEST_UNWRITTEN` leaves that
+/// to initcheck of compute-sanitizer, for which memory that was copied to or cleared is written.
+fn scratch(bytes: usize) -> Buffer<u8> {
+    match std::env::var_os("SIGMASCALE_TEST_UNWRITTEN") {
+        Some(_) => device().allocate(bytes).unwrap(),
+        None => device().upload(&vec![0xffu8; bytes]).unwrap(),
+    }
 }
 
 fn stream() -> Stream {

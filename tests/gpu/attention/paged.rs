@@ -1,6 +1,6 @@
 //! Calls on a paged cache against the cache of the CPU and plain attention over what it gathers.
 
-use super::{BF16, distance, stream};
+use super::{BF16, distance, scratch, stream};
 use crate::device;
 use half::bf16;
 use rand::rngs::StdRng;
@@ -278,7 +278,7 @@ impl Setup {
 
     fn launch(&self, engine: &Cuda, stream: &Stream, tensors: &Tensors) -> sigmascale::Result<()> {
         let bytes = Cuda::workspace_bytes(&self.call(), tensors)?;
-        let memory = device().upload(&vec![0xa5u8; bytes])?;
+        let memory = scratch(bytes);
         // SAFETY: the memory is freed after the work, which is waited for.
         let workspace = unsafe { memory.view(Element::U8, [bytes])? };
         engine.launch(stream, &self.call(), tensors, &workspace)?;
@@ -442,7 +442,7 @@ fn pages_repeat_bit_for_bit_and_from_a_graph() {
     setup.launch(&engine, &stream, &tensors).unwrap();
     let first = setup.buffers[5].read().unwrap();
     let bytes = Cuda::workspace_bytes(&setup.call(), &tensors).unwrap();
-    let memory: Buffer<u8> = device().zeros(bytes).unwrap();
+    let memory = scratch(bytes);
     // SAFETY: the memory outlives the graph's work, which is waited for.
     let workspace = unsafe { memory.view(Element::U8, [bytes]).unwrap() };
     let graph = stream.capture(|stream| engine.launch(stream, &setup.call(), &tensors, &workspace)).unwrap();

@@ -1,6 +1,6 @@
 //! Calls with few queries in parts beside the same calls in whole tiles.
 
-use super::{Memory, cuda, distance, on_device, stream, wide};
+use super::{Memory, cuda, distance, on_device, scratch, stream, wide};
 use crate::device;
 use half::bf16;
 use rand::SeedableRng;
@@ -124,7 +124,7 @@ fn parts_of_wide_keys_follow_each_other() {
             tensors.accumulator = PvAccumulator::F16;
             let call = on_device(&call);
             let bytes = Cuda::workspace_bytes(&call, &tensors).unwrap();
-            let scratch: Buffer<u8> = device().zeros(bytes).unwrap();
+            let scratch = scratch(bytes);
             // SAFETY: the memory outlives the work, which `results` waits for.
             let workspace = unsafe { scratch.view(Element::U8, [bytes]).unwrap() };
             cuda().with_processors(processors).launch(&stream(), &call, &tensors, &workspace).unwrap();
