@@ -441,8 +441,7 @@ fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
     Error::argument(format_args!("{}: its weights have not been given yet", spec.place(layer)))
 }
 
-/// A model is the same wherever it was loaded from, and for its plans also with another window or without sinks, which states
-/// of 0.1.0 do not have.
+/// A model is the same wherever it was loaded from, and for its plans also with another window or other sinks.
 fn nameless(spec: &AttentionSpec) -> AttentionSpec {
     let mut spec = AttentionSpec { name: String::new(), prefix: String::new(), ..spec.clone() };
     for layer in &mut spec.layers {

@@ -371,7 +371,7 @@ fn the_driver_and_unsafe_code_stay_where_they_belong() {
     }
 }
 
-/// Layers by number as the tables of ARCHITECTURE.md have them, a table a crate.
+/// Layers by number as the tables of ARCHITECTURE.md have them, a table per crate.
 fn written_layers(text: &str) -> Vec<BTreeMap<usize, BTreeSet<&str>>> {
     let mut tables: Vec<BTreeMap<usize, BTreeSet<&str>>> = Vec::new();
     for line in text.lines().filter(|line| line.starts_with('|')) {

@@ -49,12 +49,13 @@ fn refused(path: &Path) -> Error {
     read(path).expect_err("must be refused")
 }
 
+/// One sentence that names these: files, tensors, fields and values.
 #[track_caller]
-fn says(error: &Error, parts: &[&str]) {
+fn names(error: &Error, named: &[&str]) {
     let message = error.to_string();
     assert!(!message.contains('\n') && message.len() < 600, "one sentence: {message}");
-    for part in parts {
-        assert!(message.contains(part), "`{part}` in: {message}");
+    for name in named {
+        assert!(message.contains(name), "`{name}` in: {message}");
     }
 }
 
@@ -77,7 +78,7 @@ fn a_sound_checkpoint_is_read_as_a_folder_and_as_a_file() {
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let stored = checkpoint.tensor("model.layers.0.input_layernorm.weight").unwrap();
     assert_eq!((stored.shape.as_slice(), stored.view.shape()), (&[32][..], (1, 32)));
-    says(&checkpoint.tensor("nothing").unwrap_err(), &["`nothing` is missing"]);
+    names(&checkpoint.tensor("nothing").unwrap_err(), &["`nothing`"]);
     assert!(checkpoint.layer(2).unwrap_err().is_argument());
 }
 
@@ -90,29 +91,27 @@ fn truncated_at_any_length() {
         std::fs::write(weights(&folder), &whole[..length]).unwrap();
         let error = refused(folder.path());
         assert!(error.is_format(), "{error}");
-        says(&error, &["model.safetensors"]);
+        names(&error, &["model.safetensors"]);
     }
     let sizes = [whole.len() - 1, whole.len()].map(|size| size.to_string());
-    says(&refused(folder.path()), &[&sizes[0], &sizes[1], "truncated, download it again"]);
+    names(&refused(folder.path()), &[&sizes[0], &sizes[1]]);
     let mut longer = whole.clone();
     longer.push(0);
     std::fs::write(weights(&folder), longer).unwrap();
-    says(&refused(folder.path()), &["trailing"]);
+    let sizes = [whole.len(), whole.len() + 1].map(|size| size.to_string());
+    names(&refused(folder.path()), &[&sizes[0], &sizes[1]]);
 }
 
 #[test]
 fn header_length_is_checked_before_anything_else() {
     let folder = sound(1);
     let mut bytes = std::fs::read(weights(&folder)).unwrap();
-    for (length, rule) in [
-        (1u64 << 60, "over the limit of 100000000"),
-        (u64::MAX, "over the limit"),
-        (100_000_001, "over the limit"),
-        (99_000_000, "does not fit a file"),
-    ] {
+    for (length, other) in
+        [(1u64 << 60, 100_000_000), (u64::MAX, 100_000_000), (100_000_001, 100_000_000), (99_000_000, bytes.len())]
+    {
         bytes[..8].copy_from_slice(&length.to_le_bytes());
         std::fs::write(weights(&folder), &bytes).unwrap();
-        says(&refused(folder.path()), &["model.safetensors", &length.to_string(), rule]);
+        names(&refused(folder.path()), &["model.safetensors", &length.to_string(), &other.to_string()]);
     }
 }
 
@@ -123,41 +122,32 @@ fn offsets_that_overlap_leave_gaps_run_backwards_or_lie() {
         format!(r#""{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[{from},{to}]}}"#)
     };
     let cases = [
-        (entry("a", "[4]", 0, 16) + "," + &entry("b", "[4]", 8, 24), "does not start where"),
-        (entry("a", "[4]", 0, 16) + "," + &entry("b", "[2]", 24, 32), "does not start where"),
-        (entry("a", "[4]", 16, 0), "tensor `a` has reversed offsets"),
+        (entry("a", "[4]", 0, 16) + "," + &entry("b", "[4]", 8, 24), "`b`"),
+        (entry("a", "[4]", 0, 16) + "," + &entry("b", "[2]", 24, 32), "`b`"),
+        (entry("a", "[4]", 16, 0), "`a`"),
         (
             entry("b", "[4]", 0, 16) + "," + &entry("a", "[4]", 16, 40),
-            "tensor `a` has shape [4] of type F32, which is 16 bytes",
+            "`a` has shape [4] of type F32, which is 16 bytes",
         ),
-        (entry("a", "[4]", 0, 16), "trailing bytes"),
-        (
-            entry("a", "[4294967296,4294967296,4]", 0, 32),
-            "tensor `a` has shape [4294967296, 4294967296, 4], more elements",
-        ),
-        (entry("a", "[12]", 0, 48), "truncated, download it again"),
-        (entry("a", "[-1]", 0, 16), "tensor `a` has `shape` [-1]"),
-        (
-            r#""a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}"#.to_owned(),
-            "tensor `a` has `data_offsets` [-4,12]",
-        ),
-        (r#""a":{"dtype":"F32","data_offsets":[0,16]}"#.to_owned(), "tensor `a` has no `shape`"),
-        (
-            r#""a":{"dtype":"F31","shape":[4],"data_offsets":[0,16]}"#.to_owned(),
-            "tensor `a` has an unknown type, \"F31\"",
-        ),
+        (entry("a", "[4]", 0, 16), "trailing"),
+        (entry("a", "[4294967296,4294967296,4]", 0, 32), "`a` has shape [4294967296, 4294967296, 4]"),
+        (entry("a", "[12]", 0, 48), "truncated"),
+        (entry("a", "[-1]", 0, 16), "`a` has `shape` [-1]"),
+        (r#""a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}"#.to_owned(), "`a` has `data_offsets` [-4,12]"),
+        (r#""a":{"dtype":"F32","data_offsets":[0,16]}"#.to_owned(), "`a` has no `shape`"),
+        (r#""a":{"dtype":"F31","shape":[4],"data_offsets":[0,16]}"#.to_owned(), "\"F31\""),
         ("\"a\":7".to_owned(), "tensor `a`"),
     ];
-    for (header, rule) in cases {
+    for (header, named) in cases {
         write_raw(&weights(&folder), &format!("{{{header}}}"), &[0; 32]);
         let error = refused(folder.path());
         assert!(error.is_format(), "{error}");
-        says(&error, &["model.safetensors", rule]);
+        names(&error, &["model.safetensors", named]);
     }
     write_raw(&weights(&folder), "{not json", &[]);
-    says(&refused(folder.path()), &["JSON"]);
+    names(&refused(folder.path()), &["JSON"]);
     write_raw(&weights(&folder), "{}", &[]);
-    says(&refused(folder.path()), &["found no tensor `layers.0.self_attn.q_proj.weight`", "llama"]);
+    names(&refused(folder.path()), &["`layers.0.self_attn.q_proj.weight`", "llama"]);
 }
 
 #[test]
@@ -167,10 +157,10 @@ fn wrong_type_shape_or_absence_names_the_tensor() {
     let mut broken = tensors();
     broken.0.insert(name.to_owned(), (vec![17, 32], vec![0.0; 17 * 32]));
     write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
-    says(&refused(folder.path()), &["model.safetensors", name, "[17, 32]", "[16, 32]"]);
+    names(&refused(folder.path()), &["model.safetensors", name, "[17, 32]", "[16, 32]"]);
     broken.0.remove(name);
     write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
-    says(&refused(folder.path()), &[name, "is missing"]);
+    names(&refused(folder.path()), &[name]);
     // The same bytes under a type that is no weight.
     write_safetensors(&weights(&folder), &tensors().0, Dtype::F32);
     let bytes = std::fs::read(weights(&folder)).unwrap();
@@ -179,7 +169,7 @@ fn wrong_type_shape_or_absence_names_the_tensor() {
     write_raw(&weights(&folder), &header, &bytes[8 + length..]);
     let error = refused(folder.path());
     assert!(error.is_format());
-    says(&error, &["q_proj.weight", "I32"]);
+    names(&error, &["q_proj.weight", "I32"]);
 }
 
 #[test]
@@ -197,25 +187,25 @@ fn vectors_must_be_finite_and_complete() {
         write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
         let error = refused(folder.path());
         assert!(error.is_non_finite(), "{error}");
-        says(&error, &["model.safetensors", name, "NaN or infinity"]);
+        names(&error, &["model.safetensors", name]);
     }
     // A bias in one layer and not in the other, or promised and absent.
     let folder = sound(1);
     let mut half = tensors();
     half.0.insert("model.layers.0.self_attn.q_proj.bias".to_owned(), (vec![32], vec![0.0; 32]));
     write_safetensors(&weights(&folder), &half.0, Dtype::F32);
-    says(&refused(folder.path()), &["model.layers.1.self_attn.q_proj.bias", "is missing"]);
+    names(&refused(folder.path()), &["model.layers.1.self_attn.q_proj.bias"]);
     // Beside a norm with a shift, a bias that the config denies is a contradiction.
     let folder = sound(1);
     let mut denied = config();
     (denied["model_type"], denied["use_bias"]) = (json!("starcoder2"), json!(false));
     write_checkpoint(folder.path(), &denied, &half, Dtype::F32, 1);
-    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "the config says that there is none"]);
+    names(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "config"]);
     let folder = sound(1);
     let mut promised = config();
     promised["attention_bias"] = json!(true);
     write_checkpoint(folder.path(), &promised, &tensors(), Dtype::F32, 1);
-    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "is missing"]);
+    names(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias"]);
 }
 
 #[test]
@@ -224,20 +214,20 @@ fn an_index_may_only_name_files_of_its_folder_that_are_there() {
     let index = folder.path().join("model.safetensors.index.json");
     let shard = "model-00002-of-00002.safetensors";
     std::fs::remove_file(folder.path().join(shard)).unwrap();
-    says(&refused(folder.path()), &["index.json", shard, "missing"]);
+    names(&refused(folder.path()), &["index.json", shard]);
     for outside in ["../model.safetensors", "/etc/hostname", "a/../../b", ".", ""] {
         std::fs::write(&index, json!({"weight_map": {"t": outside}}).to_string()).unwrap();
         let error = refused(folder.path());
-        says(&error, &["index.json", "`t`", "must lie in the folder"]);
+        names(&error, &["index.json", "`t`"]);
     }
     std::fs::write(&index, json!({"weight_map": {"t": "model-00001-of-00002.safetensors"}}).to_string()).unwrap();
-    says(&refused(folder.path()), &["00001-of-00002", "`t` is missing"]);
+    names(&refused(folder.path()), &["00001-of-00002", "`t`"]);
     for broken in ["", "[]", "{\"weight_map\": 3}", "{\"weight_map\": {\"t\": 3}}"] {
         std::fs::write(&index, broken).unwrap();
-        says(&refused(folder.path()), &["index.json", "weight_map"]);
+        names(&refused(folder.path()), &["index.json", "weight_map"]);
     }
     std::fs::remove_file(&index).unwrap();
-    says(&refused(folder.path()), &["but no model.safetensors.index.json", "all 2 shards"]);
+    names(&refused(folder.path()), &["model.safetensors.index.json", "2 shards"]);
 }
 
 #[test]
@@ -250,56 +240,54 @@ fn configs_that_make_no_sense() {
         AttentionSpec::from_config_json(config.to_string().as_bytes(), "some/config.json".as_ref()).unwrap_err()
     };
     let cases = [
-        (json!({"num_attention_heads": 3}), "32 is not a multiple of 3 heads"),
-        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads are not a multiple of 3"),
-        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "(`num_attention_heads`, `num_key_value_heads`)"),
+        (json!({"num_attention_heads": 3}), "`num_attention_heads`"),
+        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "`num_attention_heads`, `num_key_value_heads`"),
         (json!({"head_dim": 12}), "`head_dim`"),
-        (json!({"rope_theta": -1e300}), "got -1e300"),
-        (json!({"rope_scaling": {"rope_type": "spiral"}}), "unknown `rope_type` `spiral`"),
-        (json!({"num_hidden_layers": 0}), "`num_hidden_layers`: expected an integer from 1"),
+        (json!({"rope_theta": -1e300}), "-1e300"),
+        (json!({"rope_scaling": {"rope_type": "spiral"}}), "`spiral`"),
+        (json!({"num_hidden_layers": 0}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": 10_001}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": -1}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": 2.5}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": "2"}), "`num_hidden_layers`"),
-        (json!({"num_hidden_layers": null}), "`num_hidden_layers` is missing"),
+        (json!({"num_hidden_layers": null}), "`num_hidden_layers`"),
         (json!({"hidden_size": 1u64 << 40}), "`hidden_size`"),
         (json!({"num_attention_heads": 0}), "`num_attention_heads`"),
-        (json!({"head_dim": 12}), "multiple of 8 from 16 to 256"),
-        (json!({"head_dim": 512}), "multiple of 8 from 16 to 256"),
-        (json!({"rope_theta": 0}), "`rope_theta` must be greater than 0"),
-        (json!({"rope_theta": "big"}), "`rope_theta`: expected a finite number"),
-        (json!({"rope_scaling": {"rope_type": "linear"}}), "`factor` is missing"),
-        (json!({"rope_scaling": {"rope_type": "linear", "factor": -2}}), "`factor` must be greater"),
-        (json!({"rope_scaling": {"rope_type": "spiral", "factor": 2}}), "unknown `rope_type` `spiral`"),
-        (json!({"rope_scaling": 3}), "`rope_scaling`: expected an object"),
-        (json!({"partial_rotary_factor": 0.5}), "the rotated share of a head must be 1"),
-        (json!({"layer_types": ["full_attention"]}), "1 entries for 2 layers"),
+        (json!({"head_dim": 512}), "512"),
+        (json!({"rope_theta": 0}), "`rope_theta`"),
+        (json!({"rope_theta": "big"}), "`rope_theta`"),
+        (json!({"rope_scaling": {"rope_type": "linear"}}), "`factor`"),
+        (json!({"rope_scaling": {"rope_type": "linear", "factor": -2}}), "`factor`"),
+        (json!({"rope_scaling": {"rope_type": "spiral", "factor": 2}}), "`spiral`"),
+        (json!({"rope_scaling": 3}), "`rope_scaling`"),
+        (json!({"partial_rotary_factor": 0.5}), "share"),
+        (json!({"layer_types": ["full_attention"]}), "`layer_types`"),
         (json!({"layer_types": ["full_attention", "linear_attention"]}), "linear_attention"),
         (json!({"torch_dtype": "int8"}), "`int8`"),
-        (json!({"use_qk_norm": true}), "`use_qk_norm` is set"),
+        (json!({"use_qk_norm": true}), "`use_qk_norm`"),
         (json!({"model_type": "hunyuan_v1_dense", "use_qk_norm": false}), "`use_qk_norm`"),
         (json!({"model_type": "hunyuan_v1_moe", "use_cla": true}), "`use_cla`"),
-        (json!({"model_type": "phi", "hidden_size": 64, "qk_layernorm": true}), "`qk_layernorm` is set"),
-        (json!({"model_type": "phi", "hidden_size": 64, "rotary_dim": 8}), "`rotary_dim` is 8"),
-        (json!({"model_type": 3}), "`model_type`: expected a string"),
-        (json!({"model_type": null}), "`model_type` is missing"),
-        (json!({"model_type": "gemma3"}), "`text_config` is missing"),
+        (json!({"model_type": "phi", "hidden_size": 64, "qk_layernorm": true}), "`qk_layernorm`"),
+        (json!({"model_type": "phi", "hidden_size": 64, "rotary_dim": 8}), "`rotary_dim`"),
+        (json!({"model_type": 3}), "`model_type`"),
+        (json!({"model_type": null}), "`model_type`"),
+        (json!({"model_type": "gemma3"}), "`text_config`"),
         (json!({"quantization_config": {"quant_method": "awq"}}), "`awq`"),
         (
             json!({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized",
                 "transform_config": {"config_groups": {"R3": {"type": "hadamard"}}}}}),
-            "`transform_config` is refused",
+            "`transform_config`",
         ),
         (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 1]}}), "weight_block_size"),
     ];
-    for (changes, rule) in cases {
+    for (changes, named) in cases {
         let error = with(changes);
         assert!(error.is_format() || error.is_unsupported(), "{error}");
-        says(&error, &["some/config.json", rule]);
+        names(&error, &["some/config.json", named]);
     }
     for text in ["", "[]", "3", "{", "\u{0}", &"[".repeat(100_000)] {
         let error = AttentionSpec::from_config_json(text.as_bytes(), "some/config.json".as_ref()).unwrap_err();
-        says(&error, &["some/config.json", "JSON"]);
+        names(&error, &["some/config.json", "JSON"]);
     }
 }
 
@@ -309,9 +297,9 @@ fn a_config_of_100_mb_is_refused_by_its_size() {
     let path = folder.path().join("config.json");
     // Sparse: the size alone must be enough.
     std::fs::File::create(&path).unwrap().set_len(100 << 20).unwrap();
-    let rule = ["config.json", "at most 16777216 bytes", "104857600"];
-    says(&AttentionSpec::from_config_file(&path).unwrap_err(), &rule);
-    says(&refused(folder.path()), &rule);
+    let rule = ["config.json", "16777216", "104857600"];
+    names(&AttentionSpec::from_config_file(&path).unwrap_err(), &rule);
+    names(&refused(folder.path()), &rule);
 }
 
 #[test]
@@ -319,18 +307,18 @@ fn paths_that_lead_nowhere() {
     let folder = sound(1);
     let error = refused(&folder.path().join("absent"));
     assert!(error.is_io());
-    says(&error, &["absent", "cannot open"]);
+    names(&error, &["absent"]);
     let error = refused(&folder.path().join("config.json"));
     assert!(error.is_format());
-    says(&error, &["config.json", "expected a checkpoint folder"]);
+    names(&error, &["config.json"]);
     std::fs::remove_file(folder.path().join("config.json")).unwrap();
     let error = refused(folder.path());
     assert!(error.is_format());
-    says(&error, &["config.json"]);
+    names(&error, &["config.json"]);
     let folder = sound(1);
     std::fs::remove_file(weights(&folder)).unwrap();
     std::fs::create_dir(weights(&folder)).unwrap();
-    says(&refused(folder.path()), &["model.safetensors", "regular file"]);
+    names(&refused(folder.path()), &["model.safetensors"]);
 }
 
 #[cfg(unix)]
@@ -344,7 +332,7 @@ fn a_pipe_is_refused_and_not_waited_for() {
             eprintln!("skipped a_pipe_is_refused_and_not_waited_for: no mkfifo");
             return;
         }
-        says(&refused(folder.path()), &[name, "regular file"]);
+        names(&refused(folder.path()), &[name]);
     }
 }
 
@@ -362,7 +350,7 @@ fn a_path_without_permission() {
         }
         let error = refused(folder.path());
         assert!(error.is_io(), "{error}");
-        says(&error, &[name, "cannot open"]);
+        names(&error, &[name]);
     }
 }
 
@@ -381,7 +369,7 @@ fn random_damage_never_panics() {
         }
         std::fs::write(weights(&folder), &bytes).unwrap();
         if let Err(error) = read(folder.path()) {
-            says(&error, &[]);
+            names(&error, &[]);
         }
         let mut bytes = config.clone();
         for _ in 0..rng.random_range(1..4) {
@@ -389,7 +377,7 @@ fn random_damage_never_panics() {
             bytes[at] = rng.random_range(b' '..b'~');
         }
         if let Err(error) = AttentionSpec::from_config_json(&bytes, "config.json".as_ref()) {
-            says(&error, &["config.json"]);
+            names(&error, &["config.json"]);
         }
     }
 }

@@ -874,7 +874,7 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     assert!(error.is_unsupported() && error.to_string().contains("latent attention"), "{error}");
 }
 
-/// Projections stored in E4M3 with a scale a tile, as DeepSeek V3's are: the bounds are those of what they stand for, also where a
+/// Projections stored in E4M3 with a scale per tile, as DeepSeek V3's are: the bounds are those of what they stand for, also where a
 /// head's rows begin within a tile.
 #[test]
 fn fp8_blocks_are_read_as_what_they_stand_for() {
@@ -994,25 +994,25 @@ fn checkpoints_that_contradict_their_config_are_refused() {
     let says = |t: &Tensors, part: &str| {
         let folder = tempfile::tempdir().unwrap();
         write_checkpoint(folder.path(), &f.config, t, Dtype::BF16, 1);
-        let error = Checkpoint::open(folder.path()).and_then(|c| c.layer(0).map(|_| ())).unwrap_err().to_string();
-        assert!(error.contains(part), "{error}");
+        let error = Checkpoint::open(folder.path()).and_then(|c| c.layer(0).map(|_| ())).unwrap_err();
+        assert!((error.is_format() || error.is_unsupported()) && error.to_string().contains(part), "{error}");
     };
     let bias = "model.layers.0.self_attn.kv_b_proj.bias";
     let mut t = f.draw(1);
     t.0.insert(bias.into(), (vec![HEADS * (NOPE + VALUE)], vec![1.0; HEADS * (NOPE + VALUE)]));
-    says(&t, "is a bias where latent attention has none");
+    says(&t, bias);
     let mut t = f.draw(1);
     t.0.remove("model.layers.0.self_attn.kv_a_layernorm.weight");
-    says(&t, "kv_a_layernorm.weight` is missing");
+    says(&t, "kv_a_layernorm.weight");
     let mut t = f.draw(1);
     t.0.insert("model.layers.0.self_attn.kv_a_proj_with_mqa.weight".into(), (vec![RANK, D], vec![1.0; RANK * D]));
-    says(&t, "has shape [32, 192]");
+    says(&t, "[32, 192]");
     let config = |extra: Value| {
         let bytes = with(&f.config, extra).to_string();
         AttentionSpec::from_config_json(bytes.as_bytes(), "m/config.json".as_ref()).unwrap_err().to_string()
     };
-    assert!(config(json!({"qk_rope_head_dim": 15})).contains("must be even"));
-    assert!(config(json!({"qk_head_dim": 64})).contains("`qk_head_dim`: expected 32"));
+    assert!(config(json!({"qk_rope_head_dim": 15})).contains("qk_rope_head_dim"));
+    assert!(config(json!({"qk_head_dim": 64})).contains("`qk_head_dim`"));
     assert!(config(json!({"model_type": "deepseek_v32", "rope_interleave": false})).contains("rope_interleave"));
-    assert!(config(json!({"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0}})).contains("`factor` is missing"));
+    assert!(config(json!({"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0}})).contains("`factor`"));
 }

@@ -72,7 +72,7 @@ fn variants() -> Vec<Request> {
                     names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
                 );
             }
-            // Several blocks a head, or fewer a multiprocessor than fit.
+            // Several blocks per head, or fewer per multiprocessor than fit.
             for (r, sums) in [(128, 0), (128, 1), (136, 0), (192, 1), (256, 0), (256, 1)] {
                 for (name, value) in [("SPLIT", 2), ("SPLIT", 4), ("SPLIT", 8), ("AT_MOST", 2), ("AT_MOST", 3)] {
                     let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("SUMS", sums);

@@ -1,21 +1,47 @@
 //! Line charts: values over steps or layers.
 
 use super::html::escape;
-use super::svg::{Axis, label, open_svg};
+use super::svg::{Anchor, Axis, Svg, label};
 use super::table::brief;
 use std::fmt::Write;
 
 /// Width of a chart: a phone's.
 pub const WIDTH: f64 = 356.0;
 
+/// Dashes of the curves, so that color is not needed to tell them apart.
+const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
+
 /// One curve.
 pub struct Line {
-    /// Its name in tooltips; may be empty.
+    /// Its name in legends and tooltips; may be empty.
     pub name: String,
-    /// Class of its color, and its dashes.
-    pub look: (String, &'static str),
+    /// Which color and dashes it has; `None` is the plain line of a control.
+    pub place: Option<usize>,
     /// Places to the right, and values.
     pub points: Vec<(usize, f64)>,
+}
+
+impl Line {
+    /// Class and dashes. Past six curves colors repeat with other dashes.
+    fn look(&self) -> (String, &'static str) {
+        let of = |at: usize| (format!("p{}", at % DASHES.len()), DASHES[(at + at / DASHES.len()) % DASHES.len()]);
+        self.place.map_or_else(Default::default, of)
+    }
+}
+
+/// What each curve is.
+pub fn legend(all: &[Line]) -> String {
+    let mut out = String::from("<div class=\"legend\">");
+    for line in all {
+        let (class, dash) = line.look();
+        let _ = write!(
+            out,
+            "<span><svg class=\"{class}\" width=\"34\" height=\"10\" aria-hidden=\"true\"><path class=\"curve\" \
+             stroke-dasharray=\"{dash}\" d=\"M0 5H34\"/></svg>{}</span>",
+            escape(&line.name)
+        );
+    }
+    out + "<span class=\"dim\">A wide pale band is a curve that another one covers.</span></div>\n"
 }
 
 /// What stands around the curves of a line chart.
@@ -34,36 +60,30 @@ pub struct Frame {
     pub mark: Option<usize>,
 }
 
+impl Frame {
+    /// From step 0, without marks.
+    pub fn of_steps(axis: Axis, last: usize) -> Self {
+        Self { axis, first: 0, last: last.max(1), over: "step", limit: None, mark: None }
+    }
+}
+
 /// A line chart, a line for each curve.
 pub fn lines(all: &[Line], frame: &Frame) -> String {
-    let Frame { axis, first, last, over, limit, mark } = frame;
-    let (first, last) = (*first, *last);
-    let labels: Vec<_> = axis.ticks().into_iter().map(|tick| (tick, label(tick))).collect();
-    let longest = labels.iter().map(|(_, text)| text.len()).max().unwrap_or(0);
+    let &Frame { ref axis, first, last, over, limit, mark } = frame;
+    let longest = axis.ticks().into_iter().map(|tick| label(tick).len()).max().unwrap_or(0);
     let left = f64::max(46.0, 6.5 * longest as f64 + 8.0);
     let (top, right, height) = (20.0, WIDTH - 10.0, 190.0);
+    let bottom = top + height;
     let width = (last - first).max(1) as f64;
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * (at as f64 - first as f64) / width;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
-    let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
-    for (tick, text) in labels {
-        let _ = write!(
-            svg,
-            "<line class=\"grid\" x1=\"{left}\" x2=\"{right}\" y1=\"{0:.1}\" y2=\"{0:.1}\"/>\
-             <text x=\"{1:.1}\" y=\"{2:.1}\" text-anchor=\"end\">{3}</text>",
-            y(tick),
-            left - 6.0,
-            y(tick) + 4.0,
-            text
-        );
-    }
+    let mut svg = Svg::new(WIDTH, bottom + 36.0, &format!("Line chart by {over}"));
+    svg.rows(axis, (left, right), y);
     if let Some(limit) = limit {
-        let y = y(*limit);
-        let _ = write!(svg, "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>");
+        svg.line("limit", (left, y(limit)), (right, y(limit)));
     }
     if let Some(mark) = mark {
-        let (x, bottom) = (x(*mark), top + height);
-        let _ = write!(svg, "<line class=\"limit\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>");
+        svg.line("limit", (x(mark), top), (x(mark), bottom));
     }
     let every = (width / 6.0).ceil() as usize;
     let every = (0..7)
@@ -71,43 +91,31 @@ pub fn lines(all: &[Line], frame: &Frame) -> String {
         .find(|step| *step >= every)
         .unwrap_or(every);
     for at in (first.next_multiple_of(every)..=last).step_by(every) {
-        let _ =
-            write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
+        svg.text((x(at), bottom + 15.0), Anchor::Middle, &at.to_string());
     }
-    for (place, Line { name, look: (class, dash), points }) in all.iter().enumerate() {
+    for (place, line) in all.iter().enumerate() {
+        let (Line { name, points, .. }, (class, dash)) = (line, line.look());
         // A curve that later ones cover is drawn as a wide pale band around them.
         let above = all[place + 1..].iter().filter(|other| coincide(points, &other.points, &y)).count();
-        let (style, dash) = match above {
-            0 => (String::new(), *dash),
-            count => (format!(" under\" style=\"stroke-width:{}", 2 + 4 * count), ""),
+        let (style, dash, band) = match above {
+            0 => ("curve", dash, None),
+            count => ("curve under", "", Some(2 + 4 * count)),
         };
-        let path: String = points
-            .iter()
-            .enumerate()
-            .map(|(n, point)| format!("{}{:.1} {:.1}", if n == 0 { 'M' } else { 'L' }, x(point.0), y(point.1)))
-            .collect();
-        let _ =
-            write!(svg, "<g class=\"{class}\"><path class=\"curve{style}\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
-        // Dots carry the numbers; hundreds of steps need none.
-        for point in points.iter().filter(|_| points.len() <= 40) {
-            let name = if name.is_empty() { String::new() } else { format!("{}, ", escape(name)) };
-            let _ = write!(
-                svg,
-                "<circle class=\"dot\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"2\"><title>{name}{over} {}: {}</title></circle>",
-                x(point.0),
-                y(point.1),
-                point.0,
-                brief(point.1)
-            );
-        }
-        svg.push_str("</g>");
+        svg.group(&class, |svg| {
+            svg.curve(style, dash, band, points.iter().map(|point| (x(point.0), y(point.1))));
+            // Dots carry the numbers; hundreds of steps need none.
+            for point in points.iter().filter(|_| points.len() <= 40) {
+                let name = if name.is_empty() { String::new() } else { format!("{name}, ") };
+                let about = format!("{name}{over} {}: {}", point.0, brief(point.1));
+                svg.dot("dot", (x(point.0), y(point.1)), 2.0, &about);
+            }
+        });
     }
     if axis.log {
-        svg.push_str("<text x=\"0\" y=\"10\">log scale</text>");
+        svg.text((0.0, 10.0), Anchor::Start, "log scale");
     }
-    let (middle, bottom) = (0.5 * (left + right), top + height + 31.0);
-    let _ = write!(svg, "<text x=\"{middle:.1}\" y=\"{bottom}\" text-anchor=\"middle\">{over}</text></svg>");
-    svg
+    svg.text((0.5 * (left + right), bottom + 31.0), Anchor::Middle, over);
+    svg.finish()
 }
 
 /// Whether two curves lie on each other for at least half of the points of the first.

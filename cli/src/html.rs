@@ -51,9 +51,9 @@ ul.remarks{margin:18px 0 22px;columns:430px 2;column-gap:44px;font-size:14px}
 @media(prefers-color-scheme:dark){:root{--p0:#79b4ff;--p1:#4fd3dc;--p2:#86d67f;--p3:#ff7d6b;--p4:#ffc24d;--p5:#c59dff}}
 .p0{--c:var(--p0)}.p1{--c:var(--p1)}.p2{--c:var(--p2)}.p3{--c:var(--p3)}.p4{--c:var(--p4)}.p5{--c:var(--p5)}
 .curve{fill:none;stroke:var(--c,var(--fg));stroke-width:1.8;stroke-linejoin:round}.under{stroke-opacity:.38}
-.dot{fill:var(--c,var(--fg))}.faint{fill-opacity:.4}
+.dot{fill:var(--c,var(--fg))}.open{fill:none;stroke:var(--c)}.faint{fill-opacity:.4}
 .bar{stroke:var(--c);stroke-width:7;stroke-opacity:.25}.mark{stroke:var(--c);stroke-width:2.5}
-.limit{stroke:var(--fg);stroke-dasharray:2 3}.bad{fill:var(--p3)}.fits{fill:var(--line);fill-opacity:.45}
+.limit{stroke:var(--fg);stroke-dasharray:2 3}.bad{fill:var(--p3)}.fits{fill:var(--line)}
 ";
 
 /// What a page says of its origin: by which command line it was made, where there was one.
@@ -150,10 +150,9 @@ impl Page {
         let _ = writeln!(self.head, "<p class=\"verdict{class}\">{}</p>", escape(text));
     }
 
-    /// Adds a table; the first row is its head. `class` is `words` where the first column holds words, `reasons` where the
-    /// last one does.
-    pub fn table(&mut self, class: &str, rows: &[Vec<String>]) {
-        self.body.push_str(&scrolling(class, rows));
+    /// Adds a table. `class` is `words` where the first column holds words, `reasons` where the last one does.
+    pub fn table<const N: usize>(&mut self, class: &str, heads: &[&str; N], rows: impl Iterator<Item = [String; N]>) {
+        self.body.push_str(&table(class, heads, rows));
     }
 
     /// Starts a part of the page with its title.
@@ -189,6 +188,11 @@ impl Page {
     /// Ends the part.
     pub fn end_section(&mut self) {
         self.body.push_str("</section>\n");
+    }
+
+    /// Adds a remark in small print.
+    pub fn note(&mut self, text: &str) {
+        let _ = writeln!(self.body, "<p class=\"dim\">{}</p>", escape(text));
     }
 
     /// Adds markup between figures.
@@ -249,6 +253,13 @@ pub struct Figure {
     pub content: String,
 }
 
+impl Figure {
+    /// A picture under its title and caption.
+    pub fn new(title: impl Into<String>, caption: impl Into<String>, content: String) -> Self {
+        Self { title: title.into(), caption: caption.into(), content }
+    }
+}
+
 /// Text as it may stand in markup and in attributes.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
@@ -266,28 +277,18 @@ pub fn escape(text: &str) -> String {
     out
 }
 
-/// A table that scrolls sideways where it is wider than the window, and says so on a phone.
-pub fn scrolling(class: &str, rows: &[Vec<String>]) -> String {
+/// A table of plain text, which scrolls sideways where it is wider than the window, and says so on a phone.
+pub fn table<const N: usize>(class: &str, heads: &[&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let row = |tag: &str, cells: &[String; N]| {
+        let cells: String = cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        format!("<tr>{cells}</tr>\n")
+    };
+    let rows: String = rows.map(|cells| row("td", &cells)).collect();
     format!(
         "<p class=\"hint\">The table scrolls sideways.</p>\n<div class=\"scroll {class}\" tabindex=\"0\" role=\"region\" \
-         aria-label=\"Table\">{}</div>\n",
-        html_table(rows)
+         aria-label=\"Table\"><table>\n{}{rows}</table></div>\n",
+        row("th", &heads.map(str::to_owned))
     )
-}
-
-/// A table; the first row is the head. Cells are plain text.
-fn html_table(rows: &[Vec<String>]) -> String {
-    let mut out = String::from("<table>\n");
-    for (place, row) in rows.iter().enumerate() {
-        let tag = if place == 0 { "th" } else { "td" };
-        out.push_str("<tr>");
-        for cell in row {
-            let _ = write!(out, "<{tag}>{}</{tag}>", escape(cell));
-        }
-        out.push_str("</tr>\n");
-    }
-    out.push_str("</table>");
-    out
 }
 
 #[cfg(test)]
@@ -321,7 +322,7 @@ mod tests {
 
     #[test]
     fn contents_link_to_sections_or_figures() {
-        let figure = |title: &str| Figure { title: title.into(), caption: String::new(), content: String::new() };
+        let figure = |title: &str| Figure::new(title, "", String::new());
         let mut page = Page::new("t", "", "");
         page.section("one");
         page.figures(&[figure("a"), figure("b")]);

@@ -1,6 +1,7 @@
-//! Axes and headers of the pictures.
+//! The building blocks of pictures: shapes, axes, and a map of cells.
 
 use super::html::escape;
+use std::fmt::Write;
 
 /// Beyond this ratio of extremes an axis is logarithmic.
 const LOG_FROM: f64 = 12.0;
@@ -82,13 +83,172 @@ pub fn label(value: f64) -> String {
     if text == "0" && value != 0.0 { format!("{value:.0e}") } else { text.to_owned() }
 }
 
-/// The start of a picture of this size, with a name for readers that do not see it.
-pub fn open_svg(width: f64, height: f64, name: &str) -> String {
-    format!(
-        "<svg width=\"{width:.0}\" height=\"{height:.0}\" viewBox=\"0 0 {width:.0} {height:.0}\" role=\"img\" \
-         aria-label=\"{}\">",
-        escape(name)
-    )
+/// A picture under construction.
+pub struct Svg(String);
+
+/// Which point of a text is placed.
+#[derive(Clone, Copy)]
+pub enum Anchor {
+    /// Its left end.
+    Start,
+    /// Its middle.
+    Middle,
+    /// Its right end.
+    End,
+}
+
+impl Svg {
+    /// Of this size, with a name for readers that do not see it.
+    pub fn new(width: f64, height: f64, name: &str) -> Self {
+        Self(format!(
+            "<svg width=\"{width:.0}\" height=\"{height:.0}\" viewBox=\"0 0 {width:.0} {height:.0}\" role=\"img\" \
+             aria-label=\"{}\">",
+            escape(name)
+        ))
+    }
+
+    /// A line from one point to another.
+    pub fn line(&mut self, class: &str, (x1, y1): (f64, f64), (x2, y2): (f64, f64)) {
+        self.add(format_args!("<line class=\"{class}\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>"));
+    }
+
+    /// A text in plain words.
+    pub fn text(&mut self, at: (f64, f64), anchor: Anchor, text: &str) {
+        self.text_of("", at, anchor, text);
+    }
+
+    fn text_of(&mut self, class: &str, (x, y): (f64, f64), anchor: Anchor, text: &str) {
+        let anchor = match anchor {
+            Anchor::Start => "start",
+            Anchor::Middle => "middle",
+            Anchor::End => "end",
+        };
+        let class =
+            if class.is_empty() { String::new() } else { format!(" class=\"{class}\" pointer-events=\"none\"") };
+        let text = escape(text);
+        self.add(format_args!("<text{class} x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{text}</text>"));
+    }
+
+    /// A dot with its tooltip.
+    pub fn dot(&mut self, class: &str, (x, y): (f64, f64), radius: f64, about: &str) {
+        let about = escape(about);
+        self.add(format_args!(
+            "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{radius}\"><title>{about}</title></circle>"
+        ));
+    }
+
+    /// A curve through points, with its dashes and width where they are not the class's.
+    pub fn curve(&mut self, class: &str, dash: &str, width: Option<usize>, points: impl Iterator<Item = (f64, f64)>) {
+        let mut path = String::new();
+        for (x, y) in points {
+            let _ = write!(path, "{}{x:.1} {y:.1}", if path.is_empty() { 'M' } else { 'L' });
+        }
+        let width = width.map_or_else(String::new, |width| format!(" style=\"stroke-width:{width}\""));
+        self.add(format_args!("<path class=\"{class}\"{width} stroke-dasharray=\"{dash}\" d=\"{path}\"/>"));
+    }
+
+    /// Shapes that share a class.
+    pub fn group(&mut self, class: &str, shapes: impl FnOnce(&mut Self)) {
+        self.add(format_args!("<g class=\"{class}\">"));
+        shapes(self);
+        self.0.push_str("</g>");
+    }
+
+    /// Values to the left of a chart, and a line across it for each.
+    pub fn rows(&mut self, axis: &Axis, (left, right): (f64, f64), y: impl Fn(f64) -> f64) {
+        for tick in axis.ticks() {
+            let y = y(tick);
+            self.line("grid", (left, y), (right, y));
+            self.text((left - 6.0, y + 4.0), Anchor::End, &label(tick));
+        }
+    }
+
+    /// Values below a chart, and a line up through it for each.
+    pub fn columns(&mut self, axis: &Axis, (top, bottom): (f64, f64), x: impl Fn(f64) -> f64) {
+        for tick in axis.ticks() {
+            let x = x(tick);
+            self.line("grid", (x, top), (x, bottom));
+            self.text((x, bottom + 14.0), Anchor::Middle, &label(tick));
+        }
+    }
+
+    /// The markup.
+    pub fn finish(mut self) -> String {
+        self.0.push_str("</svg>");
+        self.0
+    }
+
+    fn add(&mut self, markup: std::fmt::Arguments<'_>) {
+        let _ = self.0.write_fmt(markup);
+    }
+}
+
+/// A cell of a [`Map`].
+pub struct Cell {
+    /// Class of its color.
+    pub class: &'static str,
+    /// Strength of the color, from 0 to 1.
+    pub shade: f64,
+    /// Its number, shown where it fits.
+    pub label: String,
+    /// Its tooltip.
+    pub about: String,
+}
+
+/// Cells by row and column, rows downwards.
+pub struct Map<'a> {
+    /// For readers that do not see it.
+    pub name: &'a str,
+    /// What stands at the top left, and how far from the left.
+    pub note: (f64, &'a str),
+    /// Labels of the rows.
+    pub rows: Vec<String>,
+    /// Labels of the columns, on one or two lines.
+    pub columns: Vec<[String; 2]>,
+    /// Width and height of a cell.
+    pub cell: (f64, f64),
+}
+
+impl Map<'_> {
+    /// The picture; places without a cell stay empty.
+    pub fn draw(&self, cell: impl Fn(usize, usize) -> Option<Cell>) -> String {
+        let (width, height) = self.cell;
+        let (left, top) = (32.0, 34.0);
+        let (right, bottom) = (left + width * self.columns.len() as f64, top + height * self.rows.len() as f64);
+        let mut svg = Svg::new(right + 8.0, bottom + 6.0, self.name);
+        svg.text((self.note.0, 11.0), Anchor::Start, self.note.1);
+        // Labels that would touch are left out.
+        let every = |cell: f64, room: f64| (room / cell).ceil() as usize;
+        for (column, names) in self.columns.iter().enumerate().step_by(every(width, 22.0)) {
+            let x = left + width * (column as f64 + 0.5);
+            for (name, y) in names.iter().zip([12.0, 26.0]).filter(|(name, _)| !name.is_empty()) {
+                svg.text((x, y), Anchor::Middle, name);
+            }
+        }
+        for (row, name) in self.rows.iter().enumerate() {
+            let y = top + height * row as f64;
+            let middle = y + 0.5 * height + 4.0;
+            if row % every(height, 14.0) == 0 {
+                svg.text((left - 6.0, middle), Anchor::End, name);
+            }
+            for column in 0..self.columns.len() {
+                let Some(Cell { class, shade, label, about }) = cell(row, column) else { continue };
+                let x = left + width * column as f64;
+                let about = escape(&about);
+                svg.add(format_args!(
+                    "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" \
+                     fill-opacity=\"{shade:.3}\"><title>{about}</title></rect>",
+                    width - 1.0,
+                    height - 1.0
+                ));
+                if width >= 46.0 && height >= 14.0 && !label.is_empty() {
+                    let class = if shade > 0.6 { "hi" } else { "lo" };
+                    svg.text_of(class, (x + 0.5 * width, middle), Anchor::Middle, &label);
+                }
+            }
+        }
+        svg.finish()
+    }
 }
 
 #[cfg(test)]

@@ -111,6 +111,8 @@ fn summary(audit: &Audit) -> String {
     format!("{}: NOT SAFE. Of {total} scales: {list}.", audit.engine)
 }
 
+const HEADS: [&str; 6] = ["layer", "operand", "scale", "needed", "verdict", "reason"];
+
 /// The cells of a row: scales, what is needed, the worst verdict and its reason.
 fn rows(audit: &Audit) -> Vec<[String; 6]> {
     let row = |number: usize, name: char, entries: &[AuditEntry]| {
@@ -131,7 +133,7 @@ fn table(report: &Report) -> String {
         out.push_str(&wrapped(note, "  ", 118));
     }
     out.push('\n');
-    let mut table = Table::new(["layer", "operand", "scale", "needed", "verdict", "reason"]);
+    let mut table = Table::new(HEADS);
     rows(audit).into_iter().for_each(|row| table.row(row));
     out.push_str(&table.left_last().render());
     out.push_str("needed: worst-case bound, including rounding, divided by 448\n");
@@ -157,9 +159,7 @@ pub fn page(report: &Report, made: &Made) -> String {
         page.section(&audit.engine.to_string());
         page.paragraph(&summary(audit));
         page.list(&audit.notes);
-        let head = ["layer", "operand", "scale", "needed", "verdict", "reason"].map(str::to_owned);
-        let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows(audit)).map(|row| row.to_vec()).collect();
-        page.table("reasons", &rows);
+        page.table("reasons", &HEADS, rows(audit).into_iter());
         page.end_section();
     }
     page.render(made)

@@ -46,82 +46,76 @@ fn names(model: &Path, parts: &[&str]) {
 fn unknown_names() {
     let line = refused("mistral-8b");
     assert!(line.starts_with("error: mistral-8b: ") && line.contains("nearest: mistral-7b, "), "{line}");
-    assert!(line.contains("the presets are gpt2-xl, mistral-7b, llama-2-13b"), "{line}");
+    assert!(["gpt2-xl", "llama-2-13b"].iter().all(|name| line.contains(name)), "{line}");
     let line = refused("nothing-like-it");
-    assert!(!line.contains("nearest") && line.contains("the presets are gpt2-xl"), "{line}");
+    assert!(!line.contains("nearest") && line.contains("gpt2-xl"), "{line}");
     let line = refused("mistralai/Mistral-7B-v0.1");
     let download = "`hf download mistralai/Mistral-7B-v0.1 --local-dir Mistral-7B-v0.1`";
-    assert!(line.contains("model id") && line.contains(download) && line.contains("mistral-7b"), "{line}");
+    assert!(line.contains(download) && line.contains("mistral-7b"), "{line}");
     let line = refused("/no/such/folder");
-    assert!(!line.contains("hf download") && line.contains("no such path"), "{line}");
+    assert!(!line.contains("hf download") && line.contains("/no/such/folder"), "{line}");
 }
 
 #[test]
 fn folders_without_the_weights_that_are_read() {
     let weights = [&SHARDS[..], &[INDEX]].concat();
     let (_keep, bin) = folder(&weights, &["pytorch_model.bin"]);
-    names(
-        &bin,
-        &["pytorch_model.bin is a pickled PyTorch checkpoint", "save_pretrained(folder, safe_serialization=True)"],
-    );
+    names(&bin, &["pytorch_model.bin", "save_pretrained(folder, safe_serialization=True)"]);
     let (_keep, config) = folder(&weights, &[]);
     let json = config.join("config.json");
-    names(&config, &["found no weights: download model.safetensors", text(&json)]);
+    names(&config, &["model.safetensors", text(&json)]);
     let (_keep, gguf) = folder(&weights, &["model-Q4_K_M.gguf"]);
-    names(&gguf, &["model-Q4_K_M.gguf is GGUF", "use the safetensors checkpoint"]);
-    names(&gguf.join("model-Q4_K_M.gguf"), &["is GGUF", "use the safetensors checkpoint"]);
-    names(&bin.join("pytorch_model.bin"), &["is a pickled PyTorch checkpoint"]);
+    names(&gguf, &["model-Q4_K_M.gguf", "safetensors"]);
+    names(&gguf.join("model-Q4_K_M.gguf"), &["GGUF", "safetensors"]);
+    names(&bin.join("pytorch_model.bin"), &["save_pretrained"]);
     let (_keep, other) = folder(&weights, &["adapter.safetensors"]);
     let named = other.join("adapter.safetensors");
-    names(
-        &other,
-        &["expected model.safetensors or model.safetensors.index.json, found adapter.safetensors", text(&named)],
-    );
+    names(&other, &["model.safetensors.index.json", text(&named)]);
 }
 
 #[test]
 fn folders_without_all_shards() {
     let (_keep, no_index) = folder(&[INDEX, SHARDS[1]], &[]);
-    names(&no_index, &["found model-00001-of-00002.safetensors, but no model.safetensors.index.json", "all 2 shards"]);
+    names(&no_index, &[SHARDS[0], INDEX, "2 shards"]);
     let (_keep, one) = folder(&[SHARDS[1]], &[]);
-    names(&one, &[INDEX, "1 of the 2 shards", "download model-00002-of-00002.safetensors"]);
+    names(&one, &[INDEX, "2 shards", SHARDS[1]]);
 }
 
 #[test]
 fn folders_without_a_config() {
     let (_keep, no_config) = folder(&["config.json"], &[]);
-    names(&no_config, &["found model-00001-of-00002.safetensors, but no config.json", "copy config.json from"]);
-    names(&no_config.join(SHARDS[0]), &["but no config.json", "copy config.json from"]);
+    names(&no_config, &[SHARDS[0], "config.json"]);
+    names(&no_config.join(SHARDS[0]), &["config.json"]);
     let bin = tempfile::tempdir().unwrap();
     std::fs::write(bin.path().join("pytorch_model.bin"), b"").unwrap();
-    names(bin.path(), &["pytorch_model.bin is a pickled PyTorch checkpoint", "save_pretrained"]);
+    names(bin.path(), &["pytorch_model.bin", "save_pretrained"]);
     let cache = tempfile::tempdir().unwrap();
     let snapshot = cache.path().join("snapshots").join("0123abcd");
     std::fs::create_dir_all(&snapshot).unwrap();
-    names(cache.path(), &["pass ", text(&snapshot)]);
+    names(cache.path(), &[text(&snapshot)]);
     let empty = tempfile::tempdir().unwrap();
-    names(empty.path(), &["the folder is empty"]);
+    names(empty.path(), &[text(empty.path())]);
     std::fs::write(empty.path().join("model.gguf"), b"").unwrap();
-    names(empty.path(), &["model.gguf is GGUF"]);
+    names(empty.path(), &["model.gguf"]);
     std::fs::rename(empty.path().join("model.gguf"), empty.path().join("notes.txt")).unwrap();
-    names(empty.path(), &["only notes.txt"]);
-    names(&empty.path().join("notes.txt"), &["expected a checkpoint folder, a .safetensors file or a config.json"]);
+    names(empty.path(), &["notes.txt"]);
+    names(&empty.path().join("notes.txt"), &[".safetensors", "config.json"]);
 }
 
 #[test]
 fn one_shard_of_several() {
     let (_keep, whole) = folder(&[], &[]);
     let shard = whole.join(SHARDS[0]);
-    names(&shard, &[text(&shard), "this is shard 1 of 2: pass the folder", text(&whole)]);
+    names(&shard, &[text(&shard), text(&whole)]);
 }
 
 #[test]
 fn other_content_under_the_name_of_weights() {
     for (bytes, part) in [
-        (&b"GGUF\x03\0\0\0 and the rest"[..], "it is GGUF"),
-        (b"PK\x03\x04\x14\0\x08\x08 and the rest", "it is a pickled PyTorch checkpoint"),
-        (b"<!DOCTYPE html><html><body>Log in</body></html>", "it is a web page"),
-        (b"{\"error\": \"not found\"}", "it is JSON"),
+        (&b"GGUF\x03\0\0\0 and the rest"[..], "GGUF"),
+        (b"PK\x03\x04\x14\0\x08\x08 and the rest", "PyTorch"),
+        (b"<!DOCTYPE html><html><body>Log in</body></html>", "web page"),
+        (b"{\"error\": \"not found\"}", "JSON"),
     ] {
         let (_keep, folder) = folder(&[&SHARDS[..], &[INDEX]].concat(), &[]);
         let file = folder.join("model.safetensors");
@@ -132,10 +126,7 @@ fn other_content_under_the_name_of_weights() {
 
 #[test]
 fn numbers_past_a_range_name_the_argument_or_the_operand() {
-    for (options, part) in [
-        (&["--as-paper", "--c", "1e308"][..], "c 1e308 must be at most"),
-        (&["--eta", "1e-320"], "eta 1e-320 must lie between 1e-6 and 1"),
-    ] {
+    for (options, part) in [(&["--as-paper", "--c", "1e308"][..], "c 1e308"), (&["--eta", "1e-320"], "eta 1e-320")] {
         let (code, log) = failure(&[&["calibrate", TINY_LLAMA][..], options].concat());
         assert!(code == 2 && log.contains(part), "{options:?}: {code} {log}");
     }
@@ -144,7 +135,7 @@ fn numbers_past_a_range_name_the_argument_or_the_operand() {
 #[test]
 fn a_missing_path_names_the_option() {
     let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", "a,b"]);
-    assert!(code == 1 && log.contains("error: a: ") && log.contains("--checkpoints lists"), "{code} {log}");
+    assert!(code == 1 && log.contains("error: a: ") && log.contains("--checkpoints"), "{code} {log}");
 }
 
 #[test]
@@ -152,7 +143,7 @@ fn git_lfs_pointers() {
     for name in ["config.json", INDEX, SHARDS[0]] {
         let (_keep, folder) = folder(&[], &[]);
         std::fs::write(folder.join(name), POINTER).unwrap();
-        names(&folder, &[name, "this is a Git LFS pointer", "`git lfs pull` in", text(&folder)]);
+        names(&folder, &[name, "`git lfs pull`", text(&folder)]);
     }
 }
 
@@ -162,13 +153,10 @@ fn an_unknown_family_lists_the_known_ones() {
     let config = folder.join("config.json");
     let text = std::fs::read_to_string(&config).unwrap().replace("\"llama\"", "\"alibi-net\"");
     std::fs::write(&config, text).unwrap();
-    names(
-        &folder,
-        &["config.json", "unknown model type `alibi-net`", "`sigmascale families` lists the supported types"],
-    );
+    names(&folder, &["config.json", "`alibi-net`", "`sigmascale families`"]);
     let text = std::fs::read_to_string(&config).unwrap().replace("\"alibi-net\"", "\"qwen3_mo\"");
     std::fs::write(&config, text).unwrap();
-    names(&folder, &["nearest: qwen3_moe"]);
+    names(&folder, &["qwen3_moe"]);
 }
 
 /// Exit code 2 is for options, whatever the files hold; 1 for what they name.
@@ -177,41 +165,40 @@ fn one_kind_of_mistake_has_one_exit_code() {
     let stress = |options: &[&'static str]| [&["stress", "weight-spike", "--model", TINY_LLAMA][..], options].concat();
     let model = |options: &[&'static str]| [&["calibrate", "mistral-7b"][..], options].concat();
     let bench = |options: &[&'static str]| [&["bench", "attention"][..], options].concat();
-    let whole = "expected an integer of at least 1";
     let usage: Vec<(Vec<&str>, &str)> = vec![
         // Values that are no numbers, or of the wrong sign.
-        (stress(&["--steps", "-3"]), whole),
-        (stress(&["--steps", "0"]), whole),
-        (stress(&["--layers", "-1"]), whole),
-        (stress(&["--seq-len", "-8"]), whole),
-        (stress(&["--seed", "-1"]), "expected an integer of at least 0"),
-        (stress(&["--delta", "-1"]), "delta -1 must be greater than 0 and less than 1"),
-        (stress(&["--delayed-te-margin", "-40"]), "delayed-te: margin -40 must lie between -32 and 32"),
-        (model(&["--seq-len", "-1"]), whole),
-        (model(&["--batch", "1.5"]), whole),
-        (model(&["--eta", "-0.5"]), "eta -0.5 must lie between 1e-6 and 1"),
-        (model(&["--delta", "inf"]), "expected a finite number"),
-        (model(&["--as-paper", "--c", "-0.1"]), "c -0.1 must be finite and greater than zero"),
-        (bench(&["--seqlens", "-5"]), whole),
-        (bench(&["--tokens", "0"]), whole),
-        (bench(&["--shapes", "64x8"]), "a shape is"),
-        (vec!["bench", "spectral", "--layers", "-2"], "-2 is not in 1..=1024"),
+        (stress(&["--steps", "-3"]), "--steps"),
+        (stress(&["--steps", "0"]), "--steps"),
+        (stress(&["--layers", "-1"]), "--layers"),
+        (stress(&["--seq-len", "-8"]), "--seq-len"),
+        (stress(&["--seed", "-1"]), "--seed"),
+        (stress(&["--delta", "-1"]), "delta -1"),
+        (stress(&["--delayed-te-margin", "-40"]), "delayed-te: margin -40"),
+        (model(&["--seq-len", "-1"]), "--seq-len"),
+        (model(&["--batch", "1.5"]), "--batch"),
+        (model(&["--eta", "-0.5"]), "eta -0.5"),
+        (model(&["--delta", "inf"]), "--delta"),
+        (model(&["--as-paper", "--c", "-0.1"]), "c -0.1"),
+        (bench(&["--seqlens", "-5"]), "--seqlens"),
+        (bench(&["--tokens", "0"]), "--tokens"),
+        (bench(&["--shapes", "64x8"]), "--shapes"),
+        (vec!["bench", "spectral", "--layers", "-2"], "--layers"),
         // Options that contradict each other, or the scenario.
-        (model(&["--bound", "worst-case", "--estimator", "power"]), "bound worst-case needs estimator gram"),
-        (model(&["--export-scales", "x.safetensors"]), "needs weights"),
-        (vec!["inspect", "mistral-7b"], "needs weights"),
-        (stress(&["--trace", "x.json"]), "remove --trace"),
+        (model(&["--bound", "worst-case", "--estimator", "power"]), "worst-case"),
+        (model(&["--export-scales", "x.safetensors"]), "mistral-7b"),
+        (vec!["inspect", "mistral-7b"], "mistral-7b"),
+        (stress(&["--trace", "x.json"]), "--trace"),
         // Empty values.
         (vec!["calibrate", ""], "the model is empty"),
         (vec!["calibrate", " "], "the model is empty"),
-        (bench(&["--shapes", ""]), "a shape is"),
-        (model(&["--seq-len", "99999999999999999999"]), "expected at most 18446744073709551615"),
-        (model(&["--estimator", "power"]), "use bound rank-aware"),
-        (stress(&["--policies", "geometry,geometry"]), "duplicate policy geometry"),
-        (stress(&["--policies", ""]), "no policy is named"),
+        (bench(&["--shapes", ""]), "--shapes"),
+        (model(&["--seq-len", "99999999999999999999"]), "--seq-len"),
+        (model(&["--estimator", "power"]), "rank-aware"),
+        (stress(&["--policies", "geometry,geometry"]), "geometry"),
+        (stress(&["--policies", ""]), "policy"),
         // Values past what the model has.
-        (stress(&["--layers", "7"]), "layers 7 must lie between 1 and 6"),
-        (stress(&["--steps", "100001"]), "steps 100001 must lie between"),
+        (stress(&["--layers", "7"]), "layers 7"),
+        (stress(&["--steps", "100001"]), "steps 100001"),
     ];
     for (args, part) in &usage {
         let (code, log) = failure(args);
@@ -228,8 +215,8 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (&["stress", "refit", "--model", TINY_LLAMA, "--checkpoints", &broken], "config.json"),
         (&["stress", "replay", "--trace", "/no/such/trace"], "/no/such/trace"),
         (&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/no/such/text"], "/no/such/text"),
-        (&["families", "-o", "/no/such/folder/x"], "its folder does not exist"),
-        (&["doctor", "-o", "/no/such/folder/x"], "its folder does not exist"),
+        (&["families", "-o", "/no/such/folder/x"], "/no/such/folder/x"),
+        (&["doctor", "-o", "/no/such/folder/x"], "/no/such/folder/x"),
     ] {
         let (code, log) = failure(args);
         assert!(code == 1 && log.contains(part) && log.lines().count() == 1, "{args:?}: {code} {log}");

@@ -42,7 +42,7 @@
 #ifndef WINDOW
 #define WINDOW 0
 #endif
-// 1: dQ of E4M3 codes of dS, which have a scale a row: a power of two that certainly fits, from |dO|, a bound on |v| and the row's
+// 1: dQ of E4M3 codes of dS, which have a scale per row: a power of two that certainly fits, from |dO|, a bound on |v| and the row's
 // largest P.
 #ifndef DQ8
 #define DQ8 0
@@ -51,7 +51,7 @@
 #ifndef RESIDUAL
 #define RESIDUAL 0
 #endif
-// 1: a logit a query head joins the row sum.
+// 1: a logit per query head joins the row sum.
 #ifndef SINK
 #define SINK 0
 #endif

@@ -56,7 +56,7 @@ __device__ __forceinline__ void report(const Params& p, const WorkItem& item, co
     }
   }
   if constexpr (kLogitsE4m3) {
-    const u32 count = ptx::warp_sum(rows.overflow);  // one head a tile: the host chooses so
+    const u32 count = ptx::warp_sum(rows.overflow);  // one head per tile: the host chooses so
     if (threadIdx.x % 32 == 0 && count > 0) add_saturating(&p.telemetry[item.tile.head].overflow, count);
   }
 }

@@ -1,4 +1,4 @@
-// Attention the plain way, in f32, to check the fused kernel on any shape: a block a row, every logit kept, nothing tiled.
+// Attention the plain way, in f32, to check the fused kernel on any shape: a block per row, every logit kept, nothing tiled.
 //
 // Operands are E4M3 without gaps: q [batch, len_q, heads_q, d], k [batch, len_k, heads_kv, d], v of d_v dims; descales
 // [batch, heads_kv], logit descales [heads_q]. Beside the output it gives what the fused kernel's rounding can do to it,

@@ -1,4 +1,4 @@
-// Schedule of whole tiles: 64 rows of one head a consumer, all of its keys. Tiles go section by section of heads whose keys
+// Schedule of whole tiles: 64 rows of one head per consumer, all of its keys. Tiles go section by section of heads whose keys
 // and values share the L2 cache; in a section the longest rows first, heads innermost.
 #pragma once
 #include "attention/scheduler.cuh"

@@ -1,6 +1,6 @@
 // Addresses of weights that move, and the tensor maps made of them, into the tables of an engine: words that come with the launch,
 // as its parameter, so that nothing is uploaded, and a graph that captured the launch writes the same words at each replay. Any
-// architecture. A block a run of consecutive words, a thread a word.
+// architecture. A block per run of consecutive words, a thread per word.
 #include "ptx/fence.cuh"
 
 constexpr u32 RUNS = 8, WORDS = 128, LONGEST = 32;

@@ -1,4 +1,4 @@
-// Certified largest eigenvalues of the matrices that logit bounds are made of (scale/matrices.cuh), one block a matrix,
+// Certified largest eigenvalues of the matrices that logit bounds are made of (scale/matrices.cuh), one block per matrix,
 // for any d_head (macro D_HEAD) and device. Contract: `lambdas[task.result]` is never below the exact square of the norm;
 // infinite where a raw norm was skipped; NaN where a value is not finite, with the status set.
 #include "common/warp.cuh"

@@ -26,7 +26,7 @@
 
 constexpr u32 N = D_HEAD;
 constexpr bool F16 = WEIGHTS == DTYPE_F16;
-constexpr bool ONE = N > 64;                                        // one head a tile
+constexpr bool ONE = N > 64;                                        // one head per tile
 constexpr u32 ROWS[2] = {N < 64 ? N : 64, ONE ? N - 64 : N};        // channels in each box
 constexpr int TILE = 128;                                           // input channels a tile, in two halves
 constexpr int BOX_BYTES = 64 * 64 * 2, HALF_BYTES = 2 * BOX_BYTES, TILE_BYTES = 2 * HALF_BYTES;

@@ -13,7 +13,7 @@
 #include "scale/gram_pass.cuh"
 #include "scale/pair_sums.cuh"
 
-static_assert(N > 64 && N <= 128 && !ALONG_CHANNELS && !SUMS, "one head a tile, stored [out, in]");
+static_assert(N > 64 && N <= 128 && !ALONG_CHANNELS && !SUMS, "one head per tile, stored [out, in]");
 constexpr u32 MULTIPLIERS = 256, CONVERTERS = 256, THREADS = MULTIPLIERS + CONVERTERS + 128;
 typedef PairSums<8, 64> Scratch;  // of the eight converting warps
 // The host's number.

@@ -1,4 +1,4 @@
-// Channel statistics from the parts that a Gram kernel left. A block a tile of whole heads, a thread a row of a part.
+// Channel statistics from the parts that a Gram kernel left. A block per tile of whole heads, a thread per row of a part.
 #include "ptx/launch.cuh"
 #include "scale/segments.cuh"
 

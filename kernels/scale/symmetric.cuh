@@ -133,7 +133,7 @@ __device__ __forceinline__ void clear_outside(Values& s) {
   }
 }
 
-// Sums over the block of non-negative values below 2^32 units, as integers: one instruction a warp, and the same bits in any
+// Sums over the block of non-negative values below 2^32 units, as integers: one instruction per warp, and the same bits in any
 // order. Includes a barrier; between two calls with the same scratch lies another.
 struct Moments {
   float trace, squares;

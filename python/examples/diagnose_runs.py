@@ -27,7 +27,7 @@ LAB = [
     ("heldout", "f32", (3, 4, 5), 1e-3, ()),
     ("heldout", "f32-output", (3, 4, 5), 1e-3, ()),
     ("heldout", "delta-from-p", (3, 4, 5), 1e-3, ()),
-    ("heldout", "stabilised", (3, 4, 5), 1e-3, ()),
+    ("heldout", "shifted-softmax", (3, 4, 5), 1e-3, ()),
     ("heldout", "f32", (6, 7), 2e-3, ()),
     ("heldout", "f32", (3, 4), 5e-4, ("--head", "none")),
 ]

@@ -8,8 +8,8 @@ steps:
 
     bf16      PyTorch's attention
     fp8       this package's: P V in F16, delta from that output
-    fp8-2048  as version 0.1.0: P V in FP8 promoted every 2048 keys, and delta from that output, which is too small
-              where V has a mean (docs/attention-numerics.md). For comparison only.
+    fp8-2048  P V in FP8 promoted every 2048 keys, and delta from that output, which is too small where V has a mean
+              (docs/attention-numerics.md). For comparison only.
 
 The second text has one line of it again and again, with a byte in twenty changed: tokens repeat, so values have a
 common part. Runs whose log is there already are not repeated.
@@ -39,7 +39,7 @@ def repeated(folder, to):
 
 
 def as_before():
-    """Attention as version 0.1.0 trained with it: nothing is computed again for delta."""
+    """Attention with P V in FP8, promoted every 2048 keys: nothing is computed again for delta."""
     from sigmascale.torch import _attention, _backends
 
     _attention._TRAINING = "fp8-2048"

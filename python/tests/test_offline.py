@@ -104,8 +104,7 @@ def test_numbers_and_arrays_of_numpy_are_taken_as_they_are():
     assert sigmascale.calibrate(config, weights=apart)["layers"] == layers
 
 
-def test_the_worst_case_bound_keeps_its_name_of_before():
-    assert sigmascale.calibrate(MODEL, bound="worst-case") == sigmascale.calibrate(MODEL, bound="worst-case")
+def test_the_worst_case_bound_is_the_default():
     assert sigmascale.calibrate(MODEL) == sigmascale.calibrate(MODEL, bound="worst-case")
     assert sigmascale.calibrate(MODEL) != sigmascale.calibrate(MODEL, bound="rank-aware")
 

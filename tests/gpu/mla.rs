@@ -233,5 +233,5 @@ fn the_time_of_a_layer_of_deepseek_v3() {
     }
     times.iter_mut().for_each(|times| times.sort_by(f32::total_cmp));
     let [descales, read] = times.map(|times| times[10]);
-    println!("{descales:.1} us a layer, {:.2} of one read in {read:.1} us", descales / read);
+    println!("{descales:.1} us per layer, {:.2} of one read in {read:.1} us", descales / read);
 }

@@ -181,8 +181,8 @@ fn the_cost_of_addresses_by_value() {
         let shape = ShapeEngine::new(device(), &inputs[..1], plan).unwrap();
         let run = |engine: &ScaleEngine, s: &Stream| if plan { engine.plan(s) } else { engine.descales(s) };
         let graphs = [
-            ("one launch a model", stream.capture(|s| run(&whole, s)).unwrap()),
-            ("an engine a layer", stream.capture(|s| (0..32).try_for_each(|i| run(&single[i], s))).unwrap()),
+            ("one launch per model", stream.capture(|s| run(&whole, s)).unwrap()),
+            ("one engine per layer", stream.capture(|s| (0..32).try_for_each(|i| run(&single[i], s))).unwrap()),
             (
                 "addresses by value",
                 stream
@@ -207,7 +207,7 @@ fn the_cost_of_addresses_by_value() {
         }
         for ((name, _), times) in graphs.iter().zip(&mut times) {
             times.sort_by(f32::total_cmp);
-            println!("{} us a layer: {name}, {}", times[10], if plan { "plan" } else { "descales" });
+            println!("{} us per layer: {name}, {}", times[10], if plan { "plan" } else { "descales" });
         }
     }
 }

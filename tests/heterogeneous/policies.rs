@@ -142,20 +142,18 @@ fn what_does_not_fit_is_named() {
         // The heads of the other layer.
         let other = bounds(1, (4, 2), &mut rng);
         let error = policy.plan(&other, Some(&seen)).unwrap_err();
-        assert!(
-            error.is_mismatch() && error.to_string().contains("there are 4 logit bounds, and the policy's layer has 6")
-        );
+        assert!(error.is_mismatch() && error.to_string().contains("4 logit bounds"));
         let short = stats(&other, &mut rng);
         let error = policy.observe(&plan, &right, &short).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("there are 4 logit statistics"), "{error}");
+        assert!(error.is_mismatch() && error.to_string().contains("4 logit statistics"), "{error}");
         assert!(policy.plan(&bounds(2, (6, 3), &mut rng), Some(&seen)).unwrap_err().is_mismatch());
         let state = policy.save();
         let swapped = PolicyShape::new([(6, 3), (4, 2)]);
         let error = state.clone().restore(&config, swapped).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("n_q_heads[0] is 4, not 6"), "{error}");
+        assert!(error.is_mismatch() && error.to_string().contains("n_q_heads[0]"), "{error}");
         let newer = PolicyState { version: STATE_VERSION + 1, ..state };
         let error = newer.restore(&config, shape.clone()).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("has version 2, this build reads 1"), "{error}");
+        assert!(error.is_mismatch() && error.to_string().contains("version 2"), "{error}");
     }
     for heads in [vec![], vec![(4, 2), (0, 0)], vec![(4, 2), (5, 2)]] {
         let error = PolicyConfig::from(PolicyKind::Geometry).build(PolicyShape::new(heads)).unwrap_err();
@@ -185,7 +183,7 @@ fn the_text_of_a_state_is_short_and_checked() {
         let error = serde_json::from_str::<PolicyState>(&text.replace(from, to)).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     };
-    refused(r#""n_q_heads":4"#, r#""n_q_heads":[4]"#, "`n_q_heads`: a list of 1 counts for 2 layers");
-    refused(r#""layers":2"#, r#""layers":99999999999999"#, "more than 65536");
+    refused(r#""n_q_heads":4"#, r#""n_q_heads":[4]"#, "`n_q_heads`");
+    refused(r#""layers":2"#, r#""layers":99999999999999"#, "65536");
     refused(r#""n_q_heads":4"#, r#""n_q_heads":18446744073709551615"#, "2^32");
 }

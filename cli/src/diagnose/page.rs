@@ -1,7 +1,7 @@
 //! The page of a run's history.
 
 use super::sentences;
-use crate::chart::{Frame, Line, lines};
+use crate::chart::{Frame, Line, legend, lines};
 use crate::html::{Figure, Made, Page, Tone};
 use crate::svg::Axis;
 use sigmascale_lab::diagnose::{Diagnosis, RunVerdict};
@@ -11,9 +11,6 @@ use sigmascale_lab::history::{History, LayerRecord};
 const POINTS: usize = 120;
 /// Curves of heads beside the first that went wrong.
 const OTHERS: usize = 3;
-/// Colour and dashes of a curve by its place.
-const LOOKS: [(&str, &str); 4] = [("p3", ""), ("p0", "7 3"), ("p1", "2 2"), ("p5", "9 3 2 3")];
-
 /// A column of the record, by head.
 type Column = fn(&LayerRecord) -> &[f64];
 
@@ -29,8 +26,7 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
     page.verdict(tone, &sentences::verdict(diagnosis));
     if !diagnosis.alarms.is_empty() {
         page.section("Alarms");
-        let rows = diagnosis.alarms.iter().map(|alarm| sentences::alarm(alarm).to_vec());
-        page.table("reasons", &table(&sentences::ALARM_HEADS, rows));
+        page.table("reasons", &sentences::ALARM_HEADS, diagnosis.alarms.iter().map(sentences::alarm));
         page.end_section();
         page.section("What to do");
         page.lines(&sentences::advice(diagnosis));
@@ -39,22 +35,20 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
     let figures = figures(diagnosis, history);
     if !figures.is_empty() {
         page.section("History");
-        page.paragraph(&curves_of(diagnosis));
+        page.raw(&legend(&curves(diagnosis, |_, _| vec![])));
+        if diagnosis.first.is_some() {
+            page.note("The vertical line is the first alarm.");
+        }
         page.figures(&figures);
         page.end_section();
     }
     if !diagnosis.heads.is_empty() {
         page.section("Heads");
         page.paragraph(&sentences::legend(diagnosis));
-        let rows = sentences::worst(diagnosis);
-        page.table("", &table(&sentences::HEADS, rows.iter().map(|head| sentences::head(head).to_vec())));
+        page.table("", &sentences::HEADS, sentences::worst(diagnosis).iter().map(sentences::head));
         page.end_section();
     }
     page.render(made)
-}
-
-fn table<const N: usize>(heads: &[&str; N], rows: impl Iterator<Item = Vec<String>>) -> Vec<Vec<String>> {
-    std::iter::once(heads.map(str::to_owned).to_vec()).chain(rows).collect()
 }
 
 /// The heads that are drawn, as layer and head.
@@ -62,17 +56,14 @@ fn drawn(diagnosis: &Diagnosis) -> Vec<(usize, usize)> {
     sentences::worst(diagnosis).iter().take(1 + OTHERS).map(|head| (head.layer, head.head)).collect()
 }
 
-/// What the curves are.
-fn curves_of(diagnosis: &Diagnosis) -> String {
-    let looks = ["solid", "dashed", "dotted", "dash-dotted"];
-    let heads = drawn(diagnosis);
-    let name = |((layer, head), look): (&(usize, usize), &str)| match heads.len() {
-        1 => format!("layer {layer}, head {head}"),
-        _ => format!("layer {layer}, head {head} ({look})"),
+/// A curve of each of these.
+fn curves(diagnosis: &Diagnosis, points: impl Fn(usize, usize) -> Vec<(u64, f64)>) -> Vec<Line> {
+    let line = |(place, (layer, head))| Line {
+        name: format!("layer {layer}, head {head}"),
+        place: Some(place),
+        points: thinned(points(layer, head)),
     };
-    let names: Vec<String> = heads.iter().zip(looks).map(name).collect();
-    let mark = if diagnosis.first.is_some() { " The vertical line is the first alarm." } else { "" };
-    format!("Drawn: {}.{mark}", names.join("; "))
+    drawn(diagnosis).into_iter().enumerate().map(line).collect()
 }
 
 fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
@@ -87,42 +78,29 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
     let losses = history.steps.iter().filter_map(|step| Some((step.step, step.loss?))).collect();
     figures.extend(figure(
         diagnosis,
-        ("Loss", "Means where there are many steps.".to_owned()),
-        vec![Line { name: String::new(), look: ("p0".to_owned(), ""), points: thinned(losses) }],
+        ("Loss", "Means where there are many steps."),
+        vec![Line { name: String::new(), place: Some(0), points: thinned(losses) }],
         None,
     ));
-    let quantities: [(&str, String, Column, Option<f64>); 8] = [
-        ("Norm of W_Q", "Certified spectral norm.".to_owned(), |layer| &layer.w_q, None),
-        ("sigma", "Certified norm of W_Q^T W_K, without the softmax scale.".to_owned(), |layer| &layer.sigma, None),
-        ("Largest logit", limit_caption, |layer| &layer.logit_max, limit),
-        ("Certified logit bound", "Worst case, including rounding.".to_owned(), |layer| &layer.bound, None),
-        (
-            "Repeated maxima",
-            "Share of rows whose maximum occurs more than once.".to_owned(),
-            |layer| &layer.repeated,
-            None,
-        ),
+    let quantities: [(&str, &str, Column, Option<f64>); 8] = [
+        ("Norm of W_Q", "Certified spectral norm.", |layer| &layer.w_q, None),
+        ("sigma", "Certified norm of W_Q^T W_K, without the softmax scale.", |layer| &layer.sigma, None),
+        ("Largest logit", &limit_caption, |layer| &layer.logit_max, limit),
+        ("Certified logit bound", "Worst case, including rounding.", |layer| &layer.bound, None),
+        ("Repeated maxima", "Share of rows whose maximum occurs more than once.", |layer| &layer.repeated, None),
         (
             "Sum of delta's bias",
-            "Since the first record. An error without a sign stays near 0.".to_owned(),
+            "Since the first record. An error without a sign stays near 0.",
             |layer| &layer.delta_bias,
             Some(0.0),
         ),
-        ("Entropy", "Mean of the attention weights, in nats.".to_owned(), |layer| &layer.entropy, None),
-        (
-            "Use of the FP8 range",
-            "Largest part; above 1, values saturate.".to_owned(),
-            |layer| &layer.utilization,
-            Some(1.0),
-        ),
+        ("Entropy", "Mean of the attention weights, in nats.", |layer| &layer.entropy, None),
+        ("Use of the FP8 range", "Largest part; above 1, values saturate.", |layer| &layer.utilization, Some(1.0)),
     ];
     for (title, caption, column, limit) in quantities {
-        let mut all: Vec<Line> = Vec::new();
-        for (place, (layer, head)) in drawn(diagnosis).into_iter().enumerate() {
-            let mut points: Vec<(u64, f64)> = history
-                .layers
-                .iter()
-                .filter(|record| record.layer == layer)
+        let all = curves(diagnosis, |layer, head| {
+            let records = history.layers.iter().filter(|record| record.layer == layer);
+            let mut points: Vec<(u64, f64)> = records
                 .filter_map(|record| Some((record.step, *column(record).get(head)?)))
                 .filter(|point| point.1.is_finite())
                 .collect();
@@ -132,23 +110,17 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
                     point.1
                 });
             }
-            let name = format!("layer {layer}, head {head}");
-            all.push(Line { name, look: look(place), points: thinned(points) });
-        }
+            points
+        });
         figures.extend(figure(diagnosis, (title, caption), all, limit));
     }
     figures
 }
 
-fn look(place: usize) -> (String, &'static str) {
-    let (class, dash) = LOOKS[place % LOOKS.len()];
-    (class.to_owned(), dash)
-}
-
 /// A figure of these curves; none where nothing was recorded.
 fn figure(
     diagnosis: &Diagnosis,
-    (title, caption): (&str, String),
+    (title, caption): (&str, &str),
     mut all: Vec<Line>,
     limit: Option<f64>,
 ) -> Option<Figure> {
@@ -169,8 +141,8 @@ fn figure(
     let (first, last) = (places().min()?, places().max()?);
     let mark = diagnosis.first.as_ref().and_then(|alarm| usize::try_from(alarm.raised).ok());
     let mark = mark.filter(|step| (first..=last).contains(step));
-    let frame = Frame { axis, first, last: last.max(first + 1), over: "step", limit, mark };
-    Some(Figure { title: title.to_owned(), caption, content: lines(&all, &frame) })
+    let frame = Frame { first, limit, mark, ..Frame::of_steps(axis, last.max(first + 1)) };
+    Some(Figure::new(title, caption, lines(&all, &frame)))
 }
 
 /// At most [`POINTS`] means of finite values, in the order of their steps.

@@ -1,8 +1,8 @@
 //! The page of a checkpoint: sigma per layer and head, as the paper's Figure 1, and the numbers behind it.
 
-use crate::html::{Figure, Made, Page, Tone, escape, scrolling};
+use crate::html::{Figure, Made, Page, Tone, table};
 use crate::model::headline;
-use crate::svg::{Axis, extremes, label, open_svg};
+use crate::svg::{Anchor, Axis, Cell, Map, Svg, extremes};
 use crate::table::short;
 use sigmascale::calibrate::{HeadInspection as Head, Inspection, LayerInspection as Layer};
 use std::fmt::Write;
@@ -82,58 +82,54 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
     let has_sigma = layers.iter().any(|layer| layer.sigma.is_some());
     if has_sigma {
         page.figures(&[
-            Figure {
-                title: "Sigma by layer".to_owned(),
-                caption: "Filled: each head, with the norm's gain. Bar: their mean. Hollow: raw weights.".to_owned(),
-                content: strip(layers, |head| head.sigma, |head| head.sigma_raw),
-            },
-            Figure {
-                title: "Sigma by layer and head".to_owned(),
-                caption: "With the norm's gain. A stronger color is a larger value.".to_owned(),
-                content: heat_map(layers, |head| head.sigma),
-            },
+            Figure::new(
+                "Sigma by layer",
+                "Filled: each head, with the norm's gain. Bar: their mean. Hollow: raw weights.",
+                strip(layers, |head| head.sigma, |head| head.sigma_raw),
+            ),
+            Figure::new(
+                "Sigma by layer and head",
+                "With the norm's gain. A stronger color is a larger value.",
+                heat_map(layers, |head| head.sigma),
+            ),
         ]);
-        let mut more = vec![Figure {
-            title: "Stable rank".to_owned(),
-            caption: "||M||_F^2 / ||M||^2 of M = W_Q W_K^T: 1 for a rank-one head.".to_owned(),
-            content: heat_map(layers, |head| head.stable_rank),
-        }];
+        let mut more = vec![Figure::new(
+            "Stable rank",
+            "||M||_F^2 / ||M||^2 of M = W_Q W_K^T: 1 for a rank-one head.",
+            heat_map(layers, |head| head.stable_rank),
+        )];
         if inspection.model.rope.is_some() {
-            more.push(Figure {
-                title: "RoPE ratio".to_owned(),
-                caption: "Bound on the norm under rotation, divided by sigma: by how much RoPE can raise it."
-                    .to_owned(),
-                content: heat_map(layers, |head| head.rope_ratio),
-            });
+            more.push(Figure::new(
+                "RoPE ratio",
+                "Bound on the norm under rotation, divided by sigma: by how much RoPE can raise it.",
+                heat_map(layers, |head| head.rope_ratio),
+            ));
         }
         page.figures(&more);
     } else {
         page.figures(&[
-            Figure {
-                title: "Bound in exact arithmetic by layer".to_owned(),
-                caption: match inspection.model.mla {
-                    Some(_) => "Each head. Bar: mean.".to_owned(),
-                    None => "Each head, from the gains of its q and k norms. Bar: mean.".to_owned(),
+            Figure::new(
+                "Bound in exact arithmetic by layer",
+                match inspection.model.mla {
+                    Some(_) => "Each head. Bar: mean.",
+                    None => "Each head, from the gains of its q and k norms. Bar: mean.",
                 },
-                content: strip(layers, |head| head.bound_exact, |_| None),
-            },
-            Figure {
-                title: "Bound in exact arithmetic by layer and head".to_owned(),
-                caption: "A stronger color is a larger value.".to_owned(),
-                content: heat_map(layers, |head| head.bound_exact),
-            },
+                strip(layers, |head| head.bound_exact, |_| None),
+            ),
+            Figure::new(
+                "Bound in exact arithmetic by layer and head",
+                "A stronger color is a larger value.",
+                heat_map(layers, |head| head.bound_exact),
+            ),
         ]);
     }
-    page.figures(&[Figure {
-        title: "Numbers by layer".to_owned(),
-        caption: format!("Over the heads of a layer. {BOUNDS}"),
-        content: numbers(layers),
-    }]);
+    let caption = format!("Over the heads of a layer. {BOUNDS}");
+    page.figures(&[Figure::new("Numbers by layer", caption, numbers(layers))]);
     page.render(made)
 }
 
 fn numbers(layers: &[Layer]) -> String {
-    let head = [
+    let heads = [
         "layer",
         "sigma min",
         "mean",
@@ -145,9 +141,8 @@ fn numbers(layers: &[Layer]) -> String {
         "exact bound",
         "worst-case bound",
     ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
-    rows.extend(layers.iter().map(|layer| {
-        vec![
+    let row = |layer: &Layer| {
+        [
             layer.number.to_string(),
             short(layer.sigma.map(|s| s.min)),
             short(layer.sigma.map(|s| s.mean)),
@@ -159,8 +154,8 @@ fn numbers(layers: &[Layer]) -> String {
             short(layer.bound_exact),
             short(layer.bound_rounded),
         ]
-    }));
-    scrolling("", &rows)
+    };
+    table("", &heads, layers.iter().map(row))
 }
 
 /// Every number of a head, for the tooltip.
@@ -178,7 +173,7 @@ fn details(layer: &Layer, head: &Head) -> String {
             let _ = write!(out, "\n{name} {value:.6}");
         }
     }
-    escape(&out)
+    out
 }
 
 /// Heads as dots over their layer, with the range and mean of the first series.
@@ -189,28 +184,13 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
     let step = (540.0 / layers.len() as f64).clamp(15.0, 44.0);
     let width = left + step * layers.len() as f64 + 8.0;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
-    let mut svg = open_svg(width, top + height + 38.0, "Sigma of every head by layer");
-    for tick in axis.ticks() {
-        let y = y(tick);
-        let _ = write!(
-            svg,
-            "<line class=\"grid\" x1=\"{left}\" x2=\"{width:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
-             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            left - 6.0,
-            y + 4.0,
-            label(tick)
-        );
-    }
+    let mut svg = Svg::new(width, top + height + 38.0, "Values of every head by layer");
+    svg.rows(&axis, (left, width), y);
     let every = (24.0 / step).ceil() as usize;
     for (place, layer) in layers.iter().enumerate() {
         let x = left + step * (place as f64 + 0.5);
         if place % every == 0 {
-            let _ = write!(
-                svg,
-                "<text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                top + height + 16.0,
-                layer.number
-            );
+            svg.text((x, top + height + 16.0), Anchor::Middle, &layer.number.to_string());
         }
         let values: Vec<f64> = layer.heads.iter().filter_map(first).collect();
         if values.is_empty() {
@@ -219,88 +199,43 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
         let (low, high) = extremes(&values);
         let mean = y(values.iter().sum::<f64>() / values.len() as f64);
         let (side, offset) = (step * 0.26, step * 0.12);
-        let _ = write!(
-            svg,
-            "<line class=\"span\" x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{1:.1}\" y2=\"{2:.1}\"/>\
-             <line class=\"mean\" x1=\"{3:.1}\" x2=\"{4:.1}\" y1=\"{mean:.1}\" y2=\"{mean:.1}\"/>",
-            x - offset,
-            y(low),
-            y(high),
-            x - offset - side,
-            x - offset + side
-        );
+        svg.line("span", (x - offset, y(low)), (x - offset, y(high)));
+        svg.line("mean", (x - offset - side, mean), (x - offset + side, mean));
         for head in &layer.heads {
             let about = details(layer, head);
             for (class, value, x) in [("second", second(head), x + offset), ("first", first(head), x - offset)] {
                 if let Some(value) = value {
-                    let _ = write!(
-                        svg,
-                        "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{:.1}\" r=\"3\"><title>{about}</title></circle>",
-                        y(value)
-                    );
+                    svg.dot(class, (x, y(value)), 3.0, &about);
                 }
             }
         }
     }
     let scale = if axis.log { "layer; values on a log scale" } else { "layer" };
-    let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", top + height + 32.0);
-    svg
+    svg.text((left, top + height + 32.0), Anchor::Start, scale);
+    svg.finish()
 }
 
 /// One cell per head, layers downwards.
 fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
     let axis = Axis::new(layers.iter().flat_map(|l| &l.heads).filter_map(value), None);
     let columns = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);
-    let (left, top) = (32.0, 30.0);
-    let width = (520.0 / columns.max(1) as f64).clamp(10.0, 62.0);
-    let height = (480.0 / layers.len().max(1) as f64).clamp(10.0, 30.0);
-    let (right, bottom) = (left + width * columns as f64, top + height * layers.len() as f64);
-    let mut svg = open_svg(right + 8.0, bottom + 6.0, "A value for every layer and head");
-    let every = |cell: f64, room: f64| (room / cell).ceil() as usize;
     let scale = if axis.log { ", log scale" } else { "" };
-    let (low, high) = (short(axis.low), short(axis.high));
-    let _ = write!(svg, "<text x=\"{left}\" y=\"11\">head; values {low} to {high}{scale}</text>");
-    for column in (0..columns).step_by(every(width, 22.0)) {
-        let x = left + width * (column as f64 + 0.5);
-        let _ = write!(svg, "<text x=\"{x:.1}\" y=\"25\" text-anchor=\"middle\">{column}</text>");
-    }
-    for (place, layer) in layers.iter().enumerate() {
-        let y = top + height * place as f64;
-        if place % every(height, 14.0) == 0 {
-            let _ = write!(
-                svg,
-                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                left - 6.0,
-                y + 0.5 * height + 4.0,
-                layer.number
-            );
-        }
-        for (column, head) in layer.heads.iter().enumerate() {
-            let Some(value) = value(head) else { continue };
-            let shade = axis.place(value);
-            let x = left + width * column as f64;
-            let _ = write!(
-                svg,
-                "<rect class=\"cell\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" \
-                 fill-opacity=\"{:.3}\"><title>{}</title></rect>",
-                width - 1.0,
-                height - 1.0,
-                0.08 + 0.92 * shade,
-                details(layer, head)
-            );
-            // The number itself where it fits.
-            if width >= 46.0 && height >= 20.0 {
-                let _ = write!(
-                    svg,
-                    "<text class=\"{}\" pointer-events=\"none\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                    if shade > 0.6 { "hi" } else { "lo" },
-                    x + 0.5 * width,
-                    y + 0.5 * height + 4.0,
-                    short(value)
-                );
-            }
-        }
-    }
-    svg.push_str("</svg>");
-    svg
+    let note = format!("head; values {} to {}{scale}", short(axis.low), short(axis.high));
+    let map = Map {
+        name: "A value for every layer and head",
+        note: (32.0, &note),
+        rows: layers.iter().map(|layer| layer.number.to_string()).collect(),
+        columns: (0..columns).map(|head| [String::new(), head.to_string()]).collect(),
+        cell: (
+            (520.0 / columns.max(1) as f64).clamp(10.0, 62.0),
+            (480.0 / layers.len().max(1) as f64).clamp(10.0, 30.0),
+        ),
+    };
+    map.draw(|row, column| {
+        let layer = &layers[row];
+        let head = layer.heads.get(column)?;
+        let value = value(head)?;
+        let shade = 0.08 + 0.92 * axis.place(value);
+        Some(Cell { class: "cell", shade, label: short(value), about: details(layer, head) })
+    })
 }

@@ -1,6 +1,6 @@
 //! `sigmascale stress low-precision`: the failure of BF16 flash attention, and what averts it.
 
-use super::chart::{Curve, Frame, Label, curves, legend};
+use crate::chart::{Frame, Line, legend, lines};
 use crate::html::{Figure, Made, Page, Tone};
 use crate::named::named;
 use crate::numbers::{count, real, whole};
@@ -34,7 +34,7 @@ pub struct Args {
     /// Remedies to run, comma-separated [default: all that change something]
     #[arg(long, value_name = "LIST", value_parser = named::<Remedy>(), value_delimiter = ',')]
     remedies: Vec<Remedy>,
-    /// Shift of the stabilized softmax on rows whose maximum repeats: m = beta max
+    /// Shift of the shifted softmax on rows whose maximum repeats: m = beta max
     #[arg(long, default_value_t = 2.0, value_parser = real)]
     beta: f64,
     /// Logits within this distance of the maximum count as repeating it, in nats
@@ -239,41 +239,13 @@ fn remarks() -> Vec<String> {
 fn table(results: &Results) -> String {
     let mut out = format!("{}\n\n", headline(results));
     for verdict in &results.verdicts {
-        let _ = writeln!(out, "  {:<17}  {}", verdict.remedy.name(), sentence(verdict, &results.runs));
+        let _ = writeln!(out, "  {:<21}  {}", verdict.remedy.name(), sentence(verdict, &results.runs));
     }
     let mut table = Table::new(HEADS);
     results.runs.iter().for_each(|run| table.row(cells(run)));
     let _ = writeln!(out, "\n{}", table.left().render());
     remarks().iter().for_each(|remark| out.push_str(&wrapped(remark, "- ", 118)));
     out
-}
-
-/// A remedy, and its place among those of the page: of few, each has a color of its own.
-#[derive(Clone, Copy)]
-struct RemedyLine(usize, Remedy);
-
-impl Label for RemedyLine {
-    fn name(self) -> String {
-        self.1.name().to_owned()
-    }
-
-    fn place(self) -> Option<usize> {
-        Some(self.0)
-    }
-}
-
-/// A head of the first run.
-#[derive(Clone, Copy)]
-struct HeadLine(usize);
-
-impl Label for HeadLine {
-    fn name(self) -> String {
-        format!("head {}", self.0)
-    }
-
-    fn place(self) -> Option<usize> {
-        Some(self.0)
-    }
 }
 
 fn page(results: &Results, made: &Made) -> String {
@@ -286,20 +258,23 @@ fn page(results: &Results, made: &Made) -> String {
     }
     let line = |verdict: &RemedyVerdict| format!("{}: {}", verdict.remedy.name(), sentence(verdict, &results.runs));
     page.lines(&results.verdicts.iter().map(line).collect::<Vec<_>>());
-    let mut rows = vec![HEADS.map(str::to_owned).to_vec()];
-    rows.extend(results.runs.iter().map(|run| cells(run).to_vec()));
-    page.table("words", &rows);
+    page.table("words", &HEADS, results.runs.iter().map(cells));
     page.list(&remarks()[1..]);
     let Some(seed) = results.runs.first().map(|run| run.options.seed) else { return page.render(made) };
     let of_seed = || results.runs.iter().zip(&results.histories).filter(|(run, _)| run.options.seed == seed);
     let head = |run: &LowPrecisionSummary| run.options.head.unwrap_or(run.fastest_head().0);
     type Points<'a> = &'a dyn Fn(&History, usize) -> Vec<(usize, f64)>;
-    let remedies = || of_seed().enumerate().map(|(place, (run, _))| RemedyLine(place, run.options.remedy));
-    let by_remedy = |points: Points| -> Vec<Curve<RemedyLine>> {
-        remedies().zip(of_seed()).map(|(remedy, (run, history))| (remedy, points(history, head(run)))).collect()
+    // Of few remedies each has a color of its own.
+    let by_remedy = |points: Points| -> Vec<Line> {
+        let line = |(place, (run, history)): (usize, (&LowPrecisionSummary, &History))| Line {
+            name: run.options.remedy.name().to_owned(),
+            place: Some(place),
+            points: points(history, head(run)),
+        };
+        of_seed().enumerate().map(line).collect()
     };
     page.section(&format!("Seed {seed}"));
-    page.raw(&legend(&remedies().collect::<Vec<_>>()));
+    page.raw(&legend(&by_remedy(&|_, _| vec![])));
     let mut figures = vec![
         figure("Training loss", "Means of 20 steps.", &by_remedy(&|history, _| losses(history)), true),
         figure(
@@ -322,12 +297,15 @@ fn page(results: &Results, made: &Made) -> String {
         ),
     ];
     if let Some((run, history)) = of_seed().next() {
-        let heads: Vec<Curve<HeadLine>> =
-            (0..run.options.heads).map(|head| (HeadLine(head), column(history, |record| record.w_q[head]))).collect();
+        let line = |head: usize| Line {
+            name: format!("head {head}"),
+            place: Some(head),
+            points: column(history, |record| record.w_q[head]),
+        };
+        let heads: Vec<Line> = (0..run.options.heads).map(line).collect();
         let title = format!("Norm of W_Q per head, {}", run.options.remedy.name());
-        let own = legend(&heads.iter().map(|curve| curve.0).collect::<Vec<_>>());
         let mut figure = figure(&title, "The first remedy of the list.", &heads, true);
-        figure.content = own + &figure.content;
+        figure.content = legend(&heads) + &figure.content;
         figures.push(figure);
     }
     page.figures(&figures);
@@ -335,12 +313,11 @@ fn page(results: &Results, made: &Made) -> String {
     page.render(made)
 }
 
-fn figure<L: Label>(title: &str, caption: &str, all: &[Curve<L>], positive: bool) -> Figure {
-    let values = || all.iter().flat_map(|(_, points)| points).map(|point| point.1);
-    let last = all.iter().filter_map(|(_, points)| points.last()).map(|point| point.0).max().unwrap_or(1).max(1);
+fn figure(title: &str, caption: &str, all: &[Line], positive: bool) -> Figure {
+    let values = || all.iter().flat_map(|line| &line.points).map(|point| point.1);
+    let last = all.iter().filter_map(|line| line.points.last()).map(|point| point.0).max().unwrap_or(1);
     let axis = if positive { Axis::new(values(), None) } else { Axis::linear(values()) };
-    let frame = Frame { axis, first: 0, last, over: "step", limit: None, mark: None };
-    Figure { title: title.to_owned(), caption: caption.to_owned(), content: curves(all, &frame) }
+    Figure::new(title, caption, lines(all, &Frame::of_steps(axis, last)))
 }
 
 fn losses(history: &History) -> Vec<(usize, f64)> {

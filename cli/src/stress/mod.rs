@@ -2,7 +2,6 @@
 
 mod ablate;
 mod args;
-mod chart;
 mod low_precision;
 mod open;
 mod outcome;

@@ -1,9 +1,10 @@
 //! What the scenarios that train add: their options, a table of runs, sentences and loss curves.
 
 use super::args::{Args, Choice};
-use super::chart::{Curve, Frame, curves, legend};
 use super::outcome::Run;
+use super::page::line;
 use super::sentences::{RANGE, mode_name, rows};
+use crate::chart::{Frame, Line, legend, lines};
 use crate::html::{Figure, Page};
 use crate::progress;
 use crate::svg::Axis;
@@ -133,12 +134,10 @@ pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
     let rest = text.split_off(1.min(text.len()));
     page.section(&format!("{}, mode {}: the runs", run.scenario.name(), mode_name(run.mode)));
     page.paragraph(&text.concat());
-    let mut rows = vec![HEADS.map(str::to_owned).to_vec()];
-    rows.extend(shown(training).map(|run| cells(training, run).to_vec()));
-    page.table("words", &rows);
+    page.table("words", &HEADS, shown(training).map(|run| cells(training, run)));
     page.list(&rest);
     let known = std::iter::once(None).chain(run.policies.iter().map(|policy| Some(policy.policy)));
-    page.raw(&legend(&known.collect::<Vec<_>>()));
+    page.raw(&legend(&known.map(|policy| line(policy, vec![])).collect::<Vec<_>>()));
     let mut figures: Vec<Figure> =
         OnOverflow::ALL.into_iter().flat_map(|casts| loss_figures(run, training, casts)).collect();
     figures.push(overflow_figure(run, training));
@@ -155,20 +154,13 @@ fn loss_figures(run: &StressResult, training: &Training, casts: OnOverflow) -> V
         return Vec::new();
     };
     let beside = |run: &TrainRun| -> Vec<f64> { run.losses.iter().zip(&control.losses).map(|(a, b)| a - b).collect() };
-    let losses: Vec<Curve> = drawn.iter().map(|run| (run.policy, points(&run.losses))).collect();
-    let differences: Vec<Curve> =
-        drawn.iter().filter(|run| run.policy.is_some()).map(|run| (run.policy, points(&beside(run)))).collect();
-    let figure = |title: String, caption: &str, curves_of: &[Curve], limit: Option<f64>| {
-        let values = curves_of.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit);
-        let frame = Frame {
-            axis: Axis::linear(values),
-            first: 0,
-            last: run.steps.saturating_sub(1).max(1),
-            over: "step",
-            limit,
-            mark: Some(training.transition),
-        };
-        Figure { title, caption: caption.to_owned(), content: curves(curves_of, &frame) }
+    let losses: Vec<Line> = drawn.iter().map(|run| line(run.policy, points(&run.losses))).collect();
+    let differences: Vec<Line> =
+        drawn.iter().filter(|run| run.policy.is_some()).map(|run| line(run.policy, points(&beside(run)))).collect();
+    let figure = |title: String, caption: &str, all: &[Line], limit: Option<f64>| {
+        let values = all.iter().flat_map(|line| &line.points).map(|point| point.1).chain(limit);
+        let frame = Frame::of_steps(Axis::linear(values), run.steps.saturating_sub(1));
+        Figure::new(title, caption, lines(all, &Frame { limit, mark: Some(training.transition), ..frame }))
     };
     vec![
         figure(
@@ -201,21 +193,14 @@ fn overflow_figure(run: &StressResult, training: &Training) -> Figure {
         };
         over.into_iter().enumerate().scan(0.0, sum).collect()
     };
-    let all: Vec<Curve> = run.policies.iter().map(|policy| (Some(policy.policy), counts(policy.policy))).collect();
-    let most = all.iter().filter_map(|(_, points)| points.last()).map(|point| point.1).fold(1.0, f64::max);
-    let frame = Frame {
-        axis: Axis::linear([0.0, most].into_iter()),
-        first: 0,
-        last: run.steps.saturating_sub(1).max(1),
-        over: "step",
-        limit: None,
-        mark: Some(training.transition),
-    };
-    Figure {
-        title: "Steps with an overflow so far".to_owned(),
-        caption: "Counted in each policy's own run; a level line overflows no more. Dotted: the transition.".to_owned(),
-        content: curves(&all, &frame),
-    }
+    let all: Vec<Line> = run.policies.iter().map(|p| line(Some(p.policy), counts(p.policy))).collect();
+    let most = all.iter().filter_map(|line| line.points.last()).map(|point| point.1).fold(1.0, f64::max);
+    let frame = Frame::of_steps(Axis::linear([0.0, most].into_iter()), run.steps.saturating_sub(1));
+    Figure::new(
+        "Steps with an overflow so far",
+        "Counted in each policy's own run; a level line overflows no more. Dotted: the transition.",
+        lines(&all, &Frame { mark: Some(training.transition), ..frame }),
+    )
 }
 
 /// Whether a run went on in the way that its scenario is about.

@@ -1,6 +1,6 @@
 //! What to do about an alarm, with the source of each advice.
 
-use super::alarm::{Alarm, AlarmKind};
+use super::alarm::{Alarm, AlarmKind, LOSS_SCALING};
 use serde::Serialize;
 use std::collections::BTreeSet;
 
@@ -49,7 +49,7 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         AlarmKind::Saturation => &[(
             "take the descales from the current weights (policy geometry, refresh() after every step), or run the \
              layer in BF16",
-            "docs/bounds.md; Deep Dive 11: Numerics and Mixed Precision, section 7.6",
+            "docs/bounds.md",
         )],
         AlarmKind::Growth => &[
             ("run the layer in BF16; where it is in BF16, keep P V and the output in f32", OUTPUT),
@@ -72,20 +72,19 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
             "Zhai et al., 2023, arXiv:2303.06296",
         )],
         AlarmKind::LossScale => &[(
-            "lower the learning rate, or train in BF16, which needs no loss scale",
-            "Deep Dive 11: Numerics and Mixed Precision, section 14.3",
+            "lower the learning rate, or train in BF16, which has the exponents of f32 and needs no loss scale",
+            "A Study of BFLOAT16 for Deep Learning Training, arXiv:1905.12322",
         )],
-        AlarmKind::SkippedSteps => &[(
-            "lower the learning rate; restore an earlier state if steps go on being skipped (Guard)",
-            "Deep Dive 11: Numerics and Mixed Precision, sections 5.4 and 12.5",
-        )],
+        AlarmKind::SkippedSteps => {
+            &[("lower the learning rate; restore an earlier state if steps go on being skipped (Guard)", LOSS_SCALING)]
+        }
         AlarmKind::LossSpike => &[(
             "restore a state from before the spike and leave out its batches (Guard)",
             "PaLM, arXiv:2204.02311, section 5.1",
         )],
         AlarmKind::NonFiniteLoss => &[(
             "restore a state from before it and halve the learning rate (Guard)",
-            "Deep Dive 11: Numerics and Mixed Precision, section 12.5",
+            "docs/monitoring.md, what the guard does",
         )],
     }
 }

@@ -31,6 +31,9 @@ sigmascale::named! {
     }
 }
 
+/// Loss scaling, and steps that are skipped where gradients overflow.
+pub(super) const LOSS_SCALING: &str = "Mixed Precision Training, arXiv:1710.03740, section 3.2";
+
 impl AlarmKind {
     /// Where the quantity and its meaning come from.
     pub fn source(self) -> &'static str {
@@ -39,15 +42,15 @@ impl AlarmKind {
             Self::RepeatedMaxima => {
                 "\"Why Low-Precision Transformer Training Fails\", section 3.3.2, Claim 3 and Figure 13"
             }
-            Self::Saturation => "Deep Dive 11: Numerics and Mixed Precision, section 7.6",
+            Self::Saturation => "FP8 Formats for Deep Learning, arXiv:2209.05433",
             Self::Growth => "\"Why Low-Precision Transformer Training Fails\", section 3.3.1 and Figure 11",
             Self::LogitLimit => "Kimi K2, arXiv:2507.20534, section 2.1",
             Self::BoundExceeded => "docs/bounds.md",
             Self::EntropyCollapse => "Zhai et al., 2023, arXiv:2303.06296",
-            Self::LossScale => "Deep Dive 11: Numerics and Mixed Precision, section 14.3",
-            Self::SkippedSteps => "Deep Dive 11: Numerics and Mixed Precision, section 5.4",
+            Self::LossScale => LOSS_SCALING,
+            Self::SkippedSteps => LOSS_SCALING,
             Self::LossSpike => "PaLM, arXiv:2204.02311, section 5.1",
-            Self::NonFiniteLoss => "Deep Dive 11: Numerics and Mixed Precision, sections 12.2 and 12.3",
+            Self::NonFiniteLoss => "docs/monitoring.md, what the guard does",
         }
     }
 

@@ -21,8 +21,7 @@
 //!
 //! **Reproducible.** A run's bits follow from its options. Sums run in a fixed order whatever the number of threads.
 //!
-//! Sources: spectral-bounds paper, section 5.2; the web chapter *Deep Dive 11: Numerics and
-//! Mixed Precision* ("numerics chapter" below), sections 5.4 (loss scaling) and 12 (skip, recovery).
+//! Sources: spectral-bounds paper, section 5.2; *Mixed Precision Training*, arXiv:1710.03740, section 3.2 (loss scaling).
 
 mod language;
 mod model;

@@ -5,7 +5,7 @@
 //! | `tiny-llama-train` | RMSNorm before each block | RoPE, half-split | 4 query, 2 KV | SwiGLU |
 //! | `tiny-gpt2-train` | LayerNorm before each block | learned | 4, biases | GELU, biases |
 //!
-//! Parameters are f32 on the host (the master weights of the numerics chapter, section 4.2); a step builds a graph over a
+//! Parameters are f32 on the host (the master weights of mixed precision training, arXiv:1710.03740, section 3.1); a step builds a graph over a
 //! copy of them.
 
 use super::failed;

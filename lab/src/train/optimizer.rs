@@ -64,7 +64,7 @@ impl AdamW {
 /// Dynamic loss scaling: the loss is multiplied before the backward pass and the gradients divided after it. A gradient
 /// that is not finite halves the factor and the step is skipped; a streak of good steps doubles it.
 ///
-/// Source: numerics chapter, section 5.4.
+/// Source: Mixed Precision Training, arXiv:1710.03740, section 3.2, with the factors of `torch.amp.GradScaler`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScale {
     /// The factor, a power of two.

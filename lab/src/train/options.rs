@@ -166,7 +166,7 @@ impl TrainOptions {
     }
 }
 
-/// Skip and recovery (numerics chapter, sections 12.3 and 12.5).
+/// Steps that are skipped, and what happens after many of them.
 ///
 /// A step whose loss or gradients are not finite changes no weight. After `patience` such steps in a row weights,
 /// moments and scaling state go back to the last good checkpoint, and the rate is halved for `cautious` steps.

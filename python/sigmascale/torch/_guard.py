@@ -44,29 +44,29 @@ class Guard:
     ...     optimizer.zero_grad()
     ...     runtime.refresh()
 
-    The rules, each with its source. [N] is the web chapter *Deep Dive 11: Numerics and Mixed Precision*, by section.
+    The rules:
 
     - **Skip.** A step whose loss or gradient norm is not finite is not taken, and its gradients are dropped: they hold
-      no information, and a norm of NaN cannot be clipped. [N 5.4, 12.3, 12.4]
+      no information, and a norm of NaN cannot be clipped (*Mixed Precision Training*, arXiv:1710.03740, section 3.2).
     - **Restore point.** Every ``every`` steps, in a step with a finite loss that is no spike, weights, buffers,
       optimizer state and the runtime's state are copied to host memory; the last ``points`` are kept. ``store=(save,
       load)`` keeps weights, buffers and optimizer state through two functions of yours: ``save()`` returns what
-      ``load(saved)`` takes. [N 12.5: "Save checkpoint every N steps"]
+      ``load(saved)`` takes.
     - **Restore.** After ``patience`` steps in a row that were skipped or had a spike, the oldest point is put back:
-      weights, optimizer momentum [N 12.5] and the runtime, in place and bit for bit. Data, schedules and random numbers
+      weights, optimizer momentum and the runtime, in place and bit for bit. Data, schedules and random numbers
       are not rewound, so that the batches of the failure are not seen again (Chowdhery et al., *PaLM*,
       arXiv:2204.02311, section 5.1, restarted about 100 steps before a spike and skipped 200 to 500 batches).
     - **Spike.** A loss more than ``spike`` standard deviations, and more than 2^-7 of it, above the mean of the last 1000
       healthy ones, of which there must be 100 (the criterion of the spike score in *2 OLMo 2 Furious*, arXiv:2501.00656, where it is 7).
       ``spike=None`` disables it.
     - **Rate.** After a restore the optimizer steps with half the rate for ``cooldown`` healthy steps; after each
-      further restore in that time, with half of it again. [N 12.5: "Reduce LR by 0.5x for K steps", without a K; the
-      default is 100.] The rate is lowered only inside ``optimizer.step()``, so schedulers and loops may set it as
-      before; ``guard.rate`` is the factor. A step that is replayed from a CUDA graph does not see it.
+      further restore in that time, with half of it again. The rate is lowered only inside ``optimizer.step()``, so
+      schedulers and loops may set it as before; ``guard.rate`` is the factor. A step that is replayed from a CUDA graph
+      does not see it.
     - **Loss scale.** ``scaler``, a ``torch.amp.GradScaler``, is halved after a restore, unless its own rule does so in
-      this step. [N 12.5] A scale that has fallen over 100 steps without rising, or is below 2^7, is a warning. [N 14.3]
+      this step. A scale that has fallen over 100 steps without rising, or is below 2^7, is a warning.
     - **Saturation.** More than ``saturation`` of the values of q, k and v of a head outside the range of E4M3 are a
-      warning: the scale is wrong. [N 7.6, which leaves the share open.] It is looked at every ``every`` steps.
+      warning: the scale is wrong. It is looked at every ``every`` steps.
 
     With a scaler::
 

@@ -316,7 +316,7 @@ mod tests {
             |call: &DeviceCall, limit| Parts::of(call, &BackwardForm::of(call, &PLAIN).unwrap(), limit, PROCESSORS);
         const MIB: usize = 1 << 20;
         for (shape, limit, want) in [
-            // 32 MiB of sums an entry, then 8 or 64 a KV head. Without a limit an eighth of the call where no query heads share keys.
+            // 32 MiB of sums per entry, then 8 or 64 per KV head. Without a limit an eighth of the call where no query heads share keys.
             (sizes(8, 32, 32, 2048), None, (1, 32)),
             (sizes(1, 32, 32, 16384), None, (1, 4)),
             (sizes(1, 32, 32, 16384), Some(usize::MAX), (1, 32)),
@@ -357,12 +357,9 @@ mod tests {
         assert!([sinks, packed].iter().all(|call| parts(call, Some(1)).entries == 8));
     }
 
-    /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
-    /// part, as it is cut by default, and with sums of at most 32 MiB. By default it is at most cuDNN's.
+    /// MiB of a forward and backward of 16384 tokens, besides q, k, v and dO, as they are cut by default; cuDNN's were measured.
     #[test]
-    fn the_memory_of_a_step_is_that_of_the_documentation() {
-        let page = include_str!("../../../docs/attention-backward.md");
-        let mut missing = String::new();
+    fn a_step_needs_no_more_memory_than_cudnn() {
         for (n_q_heads, n_kv_heads, d, cudnn) in
             [(64, 8, 128, 1608), (32, 8, 128, 836), (32, 32, 128, 772), (32, 32, 64, 388)]
         {
@@ -371,20 +368,11 @@ mod tests {
                 let operands = s.q_elements() + s.k_elements() + s.v_elements();
                 let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
                 let forward = Workspace::of(&causal(&s), Element::Bf16, PvAccumulator::F16, true).bytes;
-                let mib = |limit: Option<usize>| {
-                    let backward = BackwardWorkspace::of(&causal(&s), &cut(limit), PROCESSORS).unwrap().bytes;
-                    (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
-                };
-                let [one, ours, cut] = [Some(usize::MAX), None, Some(32 << 20)].map(mib);
+                let backward = BackwardWorkspace::of(&causal(&s), &cut(None), PROCESSORS).unwrap().bytes;
+                let ours = (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20);
                 assert!(ours < f64::from(cudnn), "{ours} MiB");
-                let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
-                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {ours:.0} | {cut:.0} | {cudnn} |");
-                if !page.contains(&row) {
-                    missing += &format!("\n{row}");
-                }
             }
         }
-        assert!(missing.is_empty(), "docs/attention-backward.md lacks the rows{missing}");
     }
 
     #[test]

@@ -318,7 +318,7 @@ mod tests {
         let one = PagesWorkspace::of(&sizes(1, 1, 65_536), Element::Bf16);
         assert_eq!(one.most_parts, 1 + WAVES * PROCESSORS / 8);
         assert!(one.joins(&sizes(1, 1, 65_536)) && one.bytes < PARTS_BYTES);
-        // One tile of keys a sequence is one part.
+        // One tile of keys per sequence is one part.
         assert_eq!(PagesWorkspace::of(&sizes(1, 1, 128), Element::Bf16).most_parts, 2);
         // So many rows fill the device by themselves.
         let many = sizes(64, 512, 8192);

@@ -6,7 +6,7 @@ use crate::attention::{AttentionShape, PvAccumulator};
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
-/// Tile of the attention kernel: keys a tile, consumer warpgroups (64 rows each), stages of the rings of keys and values.
+/// Tile of the attention kernel: keys per tile, consumer warpgroups (64 rows each), stages of the rings of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Keys.
@@ -215,7 +215,7 @@ pub(super) struct Partial {
 pub struct Schedule {
     /// The consumers of a block take different heads of one group at the same rows, and share its keys.
     pub pack_gqa: bool,
-    /// Blocks of rows a head.
+    /// Blocks of rows per head.
     pub row_blocks: usize,
     /// Heads, or groups of `consumers` heads with `pack_gqa`, of the whole batch.
     pub units: usize,

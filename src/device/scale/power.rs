@@ -29,7 +29,7 @@ pub type PowerEngine = PowerIteration<false>;
 pub type SummedPowerEngine = PowerIteration<true>;
 
 /// A power iteration of every layer of a model, whose layers may differ: each kind (heads, head dimension, norm, storage) has
-/// launches of its own, and all work on one set of vectors. One workspace an engine: work of one on two streams has to be
+/// launches of its own, and all work on one set of vectors. One workspace per engine: work of one on two streams has to be
 /// ordered by events.
 #[derive(Debug)]
 pub struct PowerIteration<const SUMMED: bool> {

@@ -34,10 +34,10 @@ impl Casts {
         let f32_output = Precision { output: Cast::F32, ..fused };
         let chosen = head == options.f32_head;
         let limit = match remedy {
-            Remedy::Stabilised if options.arithmetic == Arithmetic::Fp8 => Some(ShiftLimit::Octave),
-            Remedy::Stabilised => Some(ShiftLimit::Wrapped),
-            Remedy::StabilisedFixed => Some(ShiftLimit::Fixed(ShiftedSoftmax::MAX_SHIFT)),
-            Remedy::StabilisedPower => Some(ShiftLimit::Fixed(57.0 * std::f32::consts::LN_2)),
+            Remedy::ShiftedSoftmax if options.arithmetic == Arithmetic::Fp8 => Some(ShiftLimit::Octave),
+            Remedy::ShiftedSoftmax => Some(ShiftLimit::Wrapped),
+            Remedy::ShiftedSoftmaxFixed => Some(ShiftLimit::Fixed(ShiftedSoftmax::MAX_SHIFT)),
+            Remedy::ShiftedSoftmaxPower => Some(ShiftLimit::Fixed(57.0 * std::f32::consts::LN_2)),
             _ => None,
         };
         Self {

@@ -20,16 +20,16 @@ sigmascale::named! {
         UnroundedDelta = "unrounded-delta",
         /// delta = rowsum(P dP).
         DeltaFromP = "delta-from-p",
-        /// The stabilized softmax: rows whose maximum repeats are shifted to beta times it, by at most 40 nats more.
+        /// The shifted softmax: rows whose maximum repeats are shifted to beta times it, by at most 40 nats more.
         ///
         /// The row maximum of Algorithm 3, with the limit of [`ShiftLimit::Wrapped`](sigmascale::attention::ShiftLimit::Wrapped).
-        Stabilised = "stabilised",
+        ShiftedSoftmax = "shifted-softmax",
         /// The same, with one shift of 40 nats for all larger maxima.
         ///
         /// A fixed offset, which the paper's appendix C warns against.
-        StabilisedFixed = "stabilised-fixed",
+        ShiftedSoftmaxFixed = "shifted-softmax-fixed",
         /// The same, with one shift of 57 ln 2 nats, so that P is a power of two.
-        StabilisedPower = "stabilised-power",
+        ShiftedSoftmaxPower = "shifted-softmax-power",
         /// The output of one head in f32.
         F32Head = "f32-head",
         /// W_Q and q of one head in f32.
@@ -47,7 +47,7 @@ impl Remedy {
             Arithmetic::Bf16 => true,
             Arithmetic::Fused => self != Self::F32Pv,
             Arithmetic::Fp8 => {
-                let not = [Self::F32Pv, Self::StabilisedFixed, Self::StabilisedPower, Self::F32WQ];
+                let not = [Self::F32Pv, Self::ShiftedSoftmaxFixed, Self::ShiftedSoftmaxPower, Self::F32WQ];
                 !not.contains(&self)
             }
         }
@@ -55,6 +55,9 @@ impl Remedy {
 
     /// Whether the paper says that it averts the failure.
     pub fn is_of_the_paper(self) -> bool {
-        matches!(self, Self::F32Output | Self::F32Pv | Self::DeltaFromP | Self::Stabilised | Self::F32Head | Self::F32)
+        matches!(
+            self,
+            Self::F32Output | Self::F32Pv | Self::DeltaFromP | Self::ShiftedSoftmax | Self::F32Head | Self::F32
+        )
     }
 }

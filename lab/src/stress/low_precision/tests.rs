@@ -35,7 +35,7 @@ fn without_a_remedy_logits_run_away_and_with_one_they_do_not() {
     let none = logit(Remedy::None);
     assert!(none > 500.0, "{none}");
     for remedy in
-        [Remedy::F32Output, Remedy::F32Pv, Remedy::DeltaFromP, Remedy::Stabilised, Remedy::F32Head, Remedy::F32]
+        [Remedy::F32Output, Remedy::F32Pv, Remedy::DeltaFromP, Remedy::ShiftedSoftmax, Remedy::F32Head, Remedy::F32]
     {
         let with = logit(remedy);
         assert!(with < none / 4.0, "{remedy:?}: {with} against {none}");
