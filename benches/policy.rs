@@ -18,6 +18,7 @@ fn policies(criterion: &mut Criterion) {
         q: vec![operand; 64],
         k: vec![operand; 8],
         v: Some(vec![operand; 8]),
+        m: None,
     };
     let cast = CastStats { amax: 2.0, count: 1 << 20, ..CastStats::default() };
     let logit = LogitStats { max: 12.0, min: -15.0, count: 1 << 20, ..LogitStats::default() };

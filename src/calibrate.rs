@@ -27,6 +27,6 @@ pub use calibration::{Calibration, calibrate_config};
 pub use inspection::{HeadInspection, Inspection, LayerInspection, Statistics};
 pub use options::Options;
 pub use profile::{
-    ChosenC, HeadProfile, INFLATION_FAILURE, LayerProfile, Method, MlaProfile, ModelSummary, PowerProfile, Profile,
-    TailSummary,
+    CenterProfile, ChosenC, HeadProfile, INFLATION_FAILURE, LayerProfile, Method, MlaProfile, ModelSummary,
+    PowerProfile, Profile, TailSummary,
 };

@@ -65,6 +65,11 @@ fn temporary_beside(target: &Path) -> std::io::Result<PathBuf> {
     }
 }
 
+/// 64-bit FNV-1a: finds damage, not malice.
+pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, b| (hash ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

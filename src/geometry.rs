@@ -31,6 +31,7 @@
 //! ```
 
 mod mla;
+mod positions;
 
 pub(crate) use crate::model::gains;
 
@@ -89,7 +90,7 @@ pub struct LayerGeometry<'a> {
 }
 
 /// Which channels of a head rotate together, and by what angle a position.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rotary {
     /// Channel pairs.
     pub pairs: Vec<(usize, usize)>,
@@ -97,12 +98,27 @@ pub struct Rotary {
     pub fixed: Vec<usize>,
     /// Angle per position of each pair, where known.
     pub inv_freq: Option<Vec<f64>>,
+    /// The largest that it can be, where that is known.
+    pub fastest: Option<Vec<f64>>,
+    /// By what share of it the attention factor may be smaller than the one that operators are multiplied by.
+    pub factor_slack: f64,
 }
 
 impl Rotary {
     /// The rotation of the first `rotary_dim` of `d_head` channels, without angles.
     fn new(rope: &Rope, rotary_dim: usize, d_head: usize) -> Self {
-        Self { pairs: rope.pairs_of(rotary_dim).collect(), fixed: (rotary_dim..d_head).collect(), inv_freq: None }
+        let (pairs, fixed) = (rope.pairs_of(rotary_dim).collect(), (rotary_dim..d_head).collect());
+        Self { pairs, fixed, ..Self::default() }
+    }
+
+    /// The model's own rotation.
+    fn own(rope: &Rope, d_head: usize) -> Self {
+        Self {
+            inv_freq: rope.inv_freq.clone(),
+            fastest: rope.fastest().map(<[f64]>::to_vec),
+            factor_slack: rope.range.as_ref().map_or(0.0, |range| 1.0 - range.least_factor / rope.attention_factor),
+            ..Self::new(rope, rope.rotary_dim, d_head)
+        }
     }
 }
 
@@ -115,6 +131,8 @@ pub struct QkLimits {
     pub k: Vec<HeadLimit>,
     /// Whether a shift is added, so that pairs cannot be matched up.
     pub shifted: bool,
+    /// Whether the norm comes behind the rotation, so that nothing turns its gains and shifts.
+    pub behind_rotation: bool,
 }
 
 /// Bounds of one normalized head: `|y_b| <= radius * pair_gain_b + shift`.
@@ -129,6 +147,10 @@ pub struct HeadLimit {
     pub pair_shift: Vec<f64>,
     /// Norm of the whole shift.
     pub shift_norm: f64,
+    /// Each channel's own gain, attention factor included.
+    pub gain: Vec<f64>,
+    /// Each channel's own shift, attention factor included.
+    pub shift: Vec<f64>,
 }
 
 impl HeadLimit {
@@ -224,8 +246,7 @@ impl<'a> LayerGeometry<'a> {
         let floor = if bounded_fp8 { input_floor(spec.d_model, gain.as_deref(), shift.as_deref()) } else { 0.0 };
         let rounding = spec.rounding_share(own, weights.stored());
         let rope = own.rope.as_ref();
-        let rotary =
-            rope.map(|rope| Rotary { inv_freq: rope.inv_freq.clone(), ..Rotary::new(rope, rope.rotary_dim, r) });
+        let rotary = rope.map(|rope| Rotary::own(rope, r));
         let other_rotaries: Vec<Rotary> =
             rope.iter().flat_map(|rope| rope.other_dims.iter().map(|dim| Rotary::new(rope, *dim, r))).collect();
         let pairs: Vec<(usize, usize)> =
@@ -251,6 +272,7 @@ impl<'a> LayerGeometry<'a> {
                     .into_iter()
                     .flatten()
                     .any(|vectors| vectors.shift.is_some()),
+                behind_rotation: norm.behind_rotation,
             }),
             None => None,
         };
@@ -392,14 +414,17 @@ fn limits(
                     rotated[c] = true;
                 }
             }
-            let mut shift_sq = 0.0;
-            for c in 0..r {
-                let factor = if rotated[c] { factor } else { 1.0 };
+            let factors = rotated.iter().map(|rotated| if *rotated { factor } else { 1.0 });
+            let by_factor = |values: &[f64]| -> Vec<f64> {
+                factors.clone().enumerate().map(|(c, factor)| of(values, c) * factor).collect()
+            };
+            for (c, factor) in factors.clone().enumerate() {
                 pair_gain[c] *= factor;
                 pair_shift[c] *= factor;
-                shift_sq += (of(&shift, c) * factor).powi(2);
             }
-            HeadLimit { radius: (channels as f64).sqrt(), pair_gain, pair_shift, shift_norm: shift_sq.sqrt() }
+            let (gain, shift) = (by_factor(&gain), by_factor(&shift));
+            let shift_norm = shift.iter().map(|shift| shift.powi(2)).sum::<f64>().sqrt();
+            HeadLimit { radius: (channels as f64).sqrt(), pair_gain, pair_shift, shift_norm, gain, shift }
         })
         .collect())
 }

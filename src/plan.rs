@@ -1,9 +1,15 @@
-//! Descales of one layer's attention call, and the bounds that they come from.
+//! Descales of one layer's attention call, the bounds that they come from, and centers: what is subtracted from keys and
+//! values before they are cast.
+
+mod center;
+mod centering;
 
 use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::named;
 use crate::scale::Descale;
+pub use center::{Center, center_hash};
+pub use centering::{CENTER_POSITIONS, CenterPolicy, CenterSource, CenteredLayer, center_layer, centered_bounds};
 use serde::{Deserialize, Serialize};
 
 /// Scales of one layer.
@@ -32,6 +38,7 @@ pub struct OperandDescales {
     /// Values.
     pub v: Option<Vec<Descale>>,
     /// Output: twice that of v. With weights rounded to E4M3 the output can exceed the largest v by 1/17, and 2 is the next power.
+    /// Of centered values m is added.
     pub o: Option<Vec<Descale>>,
 }
 
@@ -114,7 +121,15 @@ impl OperandDescales {
             descales.map_err(|error| error.within(operand))
         };
         let v = bounds.v.as_deref().map(|heads| row("v", heads)).transpose()?;
-        let twice = |v: &Vec<Descale>| v.iter().map(|v| Descale::covering(2.0 * f64::from(v.get()), 1.0)).collect();
+        let twice = |v: &Vec<Descale>| {
+            let m = |head: usize| bounds.m.as_ref().map_or(0.0, |m| m[head]);
+            let largest = (0..n_kv).map(m).fold(0.0, f64::max);
+            let m = |head: usize| if granularity == Granularity::Layer { largest } else { m(head) };
+            v.iter()
+                .enumerate()
+                .map(|(i, v)| Descale::covering(2.0 * f64::from(v.get()) + m(i) / E4M3_MAX, 1.0))
+                .collect()
+        };
         let o = v.as_ref().map(twice).transpose().map_err(|error: Error| error.within("o"))?;
         Ok(Self { q: row("q", &bounds.q)?, k: row("k", &bounds.k)?, v, o })
     }

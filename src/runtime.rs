@@ -10,6 +10,10 @@
 //! [`Runtime::step`] does all of it with an [`Attention`] backend of this crate. Around a foreign FP8 call, use
 //! [`Runtime::update_weights`], [`Runtime::plan`] and [`Runtime::observe`].
 //!
+//! **Centers** ([`CenterPolicy`]). [`Runtime::center`] is what the next call of a layer subtracts from keys and values, from the
+//! weights or from the running means that [`Runtime::observe_sums`] takes in; [`Runtime::step`] does both. Policies are given the
+//! bounds of what is cast, so that plans cover `k - c` and `v - m`.
+//!
 //! **State.** [`Runtime::state`] holds everything that later plans depend on, apart from the weights: a resumed runtime
 //! is given the weights again at its first step and then plans the same bits as one that never stopped. Without state,
 //! each policy is where its table in [`crate::policy`] says it starts.
@@ -22,17 +26,19 @@
 //! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the worst-case bound` (warn),
 //! and the policy's own.
 
+mod means;
 mod state;
 
 use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, LogitCast, Precision, measure};
-use crate::bound::{BoundKind, LayerBounds, MlaBounds, Tail};
+use crate::bound::{BoundKind, LayerBounds, LayerRanges, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
-use crate::plan::ScalePlan;
+use crate::plan::{Center, CenterPolicy, CenterSource, CenteredLayer, ScalePlan, center_layer, centered_bounds};
 use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Restart, ScaledTensor, differs};
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
-use crate::stats::StepStats;
+use crate::stats::{KvSums, StepStats};
+pub use means::RunningMeans;
 use serde::{Deserialize, Serialize};
 use state::check_version;
 pub use state::{LayerState, RuntimeState, STATE_VERSION};
@@ -48,18 +54,28 @@ pub struct RuntimeConfig {
     /// Where the norms come from. The paper's power iteration, five iterations cold and one a change of the weights, is
     /// a lower bound: `geometry` and `auto-c`, which rest on the worst-case bound, need Grams.
     pub estimator: Estimator,
+    /// Centers of keys and values.
+    pub centers: CenterPolicy,
 }
 
 impl From<PolicyKind> for RuntimeConfig {
     /// The policy with its default parameters.
     fn from(kind: PolicyKind) -> Self {
-        Self { policy: kind.into(), tail: Tail::default(), estimator: Estimator::default() }
+        PolicyConfig::from(kind).into()
+    }
+}
+
+impl From<PolicyConfig> for RuntimeConfig {
+    /// The policy with the default union bound and norms, and without centers.
+    fn from(policy: PolicyConfig) -> Self {
+        Self { policy, tail: Tail::default(), estimator: Estimator::default(), centers: CenterPolicy::NONE }
     }
 }
 
 impl RuntimeConfig {
     fn check(&self) -> Result<()> {
         self.tail.check()?;
+        self.centers.check()?;
         let kind = self.policy.kind();
         if self.estimator == Estimator::Power && kind.bound() == Some(BoundKind::WorstCase) {
             return Err(Error::argument(format_args!(
@@ -103,6 +119,8 @@ pub struct Step<'a> {
 pub struct StepOutcome {
     /// The scales used.
     pub plan: ScalePlan,
+    /// What the call subtracted from keys and values; its backward pass needs it too.
+    pub center: Center,
     /// Output, log-sum-exp and statistics.
     pub output: AttentionOutput,
     /// What the policy made of the statistics.
@@ -115,9 +133,20 @@ pub struct StepOutcome {
 #[derive(Clone, Debug, Default)]
 struct Layer {
     bounds: Option<LayerBounds>,
+    /// What a center makes of the bounds; `None` where it is not known.
+    ranges: Option<LayerRanges>,
+    /// The center in use and the bounds of what is cast with it; `None` where nothing is subtracted.
+    centered: Option<(Center, LayerBounds)>,
+    means: RunningMeans,
     weights_version: Option<u64>,
     steps: u64,
     last: Option<ScalePlan>,
+}
+
+impl Layer {
+    fn cast_bounds(&self) -> Option<&LayerBounds> {
+        self.centered.as_ref().map(|(_, bounds)| bounds).or(self.bounds.as_ref())
+    }
 }
 
 /// A policy applied to a model.
@@ -180,6 +209,7 @@ impl Runtime {
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
         differs("estimator", &state.estimator, &config.estimator)?;
+        differs("centers", &state.centers, &config.centers)?;
         if state.power.is_some() != (config.estimator == Estimator::Power) {
             return Err(Error::mismatch("the saved state's vectors do not fit its own estimator"));
         }
@@ -200,10 +230,14 @@ impl Runtime {
         }
         let policy = state.policy.restore(&config.policy, spec.into())?;
         let mut runtime = Self::with(spec, config, policy);
+        let known = state.layers.iter().map(|layer| layer.bounds.is_some()).collect::<Vec<_>>();
         runtime.power = state.power;
         for (layer, saved) in runtime.layers.iter_mut().zip(state.layers) {
-            let LayerState { steps, last, bounds, weights_version } = saved;
-            *layer = Layer { bounds, weights_version, steps, last };
+            let LayerState { steps, last, bounds, weights_version, means } = saved;
+            *layer = Layer { bounds, weights_version, steps, last, means, ..Layer::default() };
+        }
+        for layer in (0..known.len()).filter(|layer| known[*layer]) {
+            runtime.recenter(layer)?;
         }
         Ok(runtime)
     }
@@ -216,12 +250,14 @@ impl Runtime {
             last: layer.last.clone(),
             bounds: layer.bounds.clone().filter(|_| estimated),
             weights_version: layer.weights_version.filter(|_| estimated),
+            means: layer.means.clone(),
         };
         RuntimeState {
             version: STATE_VERSION,
             model: self.spec.clone(),
             tail: self.config.tail,
             estimator: self.config.estimator,
+            centers: self.config.centers,
             power: self.power.clone(),
             policy: self.policy.save(),
             layers: self.layers.iter().map(layer).collect(),
@@ -238,9 +274,61 @@ impl Runtime {
         &*self.policy
     }
 
-    /// The bounds in use for a layer; `None` before its weights are known.
+    /// The bounds of a layer's logits and of q, k and v as they are; `None` before its weights are known.
     pub fn bounds(&self, layer: usize) -> Option<&LayerBounds> {
         self.layers.get(layer)?.bounds.as_ref()
+    }
+
+    /// What the next call of a layer subtracts from keys and values.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer or its weights were never given.
+    pub fn center(&self, layer: usize) -> Result<Center> {
+        self.known_bounds(layer)?;
+        Ok(self.layers[layer].centered.as_ref().map_or(Center::none(layer), |(center, _)| center.clone()))
+    }
+
+    /// Takes in the sums of a call's keys and values, for [`CenterSource::Mean`].
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer or its weights were never given; otherwise as [`RunningMeans::observe`].
+    pub fn observe_sums(&mut self, layer: usize, sums: &KvSums) -> Result<()> {
+        self.known_bounds(layer)?;
+        let policy = self.config.centers;
+        if [policy.k, policy.v].contains(&CenterSource::Mean) {
+            let place = self.spec.place(layer);
+            self.layers[layer].means.observe(sums, &policy).map_err(|error| error.within(place))?;
+            self.recenter(layer)?;
+        }
+        Ok(())
+    }
+
+    /// The center of a layer by its policy, and the bounds of what is cast with it.
+    fn recenter(&mut self, layer: usize) -> Result<()> {
+        let (policy, own) = (self.config.centers, self.spec.layer(layer)?);
+        let (keys, values) = (policy.keys(&self.spec, own), policy.values(own));
+        let kept = &self.layers[layer];
+        let Some(bounds) = &kept.bounds else { return Ok(()) };
+        let of_weights = match &kept.ranges {
+            Some(ranges) => CenteredLayer::new(&self.spec, bounds, ranges, &policy)?.center,
+            None => Center::none(layer),
+        };
+        // Layers that read the keys of another take its center.
+        let means = &self.layers[center_layer(&self.spec, layer)?].means;
+        let seen = means.center(layer, &policy)?.unwrap_or(Center::none(layer));
+        let center = Center {
+            layer,
+            k: if keys == CenterSource::Mean { seen.k } else { of_weights.k },
+            v: if values == CenterSource::Mean && bounds.v.is_some() { seen.v } else { of_weights.v },
+        };
+        let centered = if center.is_none() {
+            None
+        } else {
+            let bounds = centered_bounds(&self.spec, bounds, kept.ranges.as_ref(), &center)?;
+            Some((center, bounds))
+        };
+        self.layers[layer].centered = centered;
+        Ok(())
     }
 
     /// Tells the policy that what it observed no longer describes the model; see [`Policy::restart`].
@@ -272,19 +360,21 @@ impl Runtime {
             Weights::Bounded(bounds) => {
                 self.check_layer(layer, bounds.layer, "bounds")?;
                 let kept = &mut self.layers[layer];
-                (kept.bounds, kept.weights_version) = (Some(bounds), None);
+                (kept.bounds, kept.ranges, kept.weights_version) = (Some(bounds), None, None);
+                self.recenter(layer)?;
                 return Ok(true);
             }
         };
         self.check_layer(layer, weights.layer, "weights")?;
         // Nothing is kept of the old weights if the new ones cannot be bounded.
-        self.layers[layer].bounds = None;
-        let bounds = match &mut self.power {
-            None => bounds_of(&self.spec, weights, &self.config.tail)?,
+        (self.layers[layer].bounds, self.layers[layer].centered) = (None, None);
+        let (bounds, ranges) = match &mut self.power {
+            None => bounds_by(&mut GramEngine, &self.spec, weights, &self.config.tail)?,
             Some(power) => bounds_by(&mut PowerEngine::new(power), &self.spec, weights, &self.config.tail)?,
         };
         let kept = &mut self.layers[layer];
-        (kept.bounds, kept.weights_version) = (Some(bounds), version);
+        (kept.bounds, kept.ranges, kept.weights_version) = (Some(bounds), ranges, version);
+        self.recenter(layer)?;
         Ok(true)
     }
 
@@ -294,7 +384,7 @@ impl Runtime {
     /// As [`Policy::plan`]; `is_argument` if the layer's weights were never given.
     pub fn plan(&self, layer: usize, measured: Option<&StepStats>) -> Result<ScalePlan> {
         let at = |error: Error| error.within(self.spec.place(layer));
-        self.policy.plan(self.known_bounds(layer)?, measured).map_err(at)
+        self.policy.plan(self.cast_bounds(layer)?, measured).map_err(at)
     }
 
     /// Takes in what a fused FP8 call with `plan` reported, logs it, and returns the policy's report. Such a call casts q,
@@ -315,7 +405,7 @@ impl Runtime {
         let layer = plan.layer;
         self.layer(layer)?;
         let kept = &mut self.layers[layer];
-        let bounds = kept.bounds.as_ref().ok_or_else(|| unknown(&self.spec, layer))?;
+        let bounds = kept.cast_bounds().ok_or_else(|| unknown(&self.spec, layer))?;
         let report = self.policy.observe(plan, bounds, stats).map_err(|error| error.within(self.spec.place(layer)))?;
         let name = self.policy.name();
         log_update(name, kept.steps, kept.last.as_ref(), plan);
@@ -335,16 +425,26 @@ impl Runtime {
         self.layer(step.layer)?;
         self.check_call(step.layer, &step.call)?;
         let recomputed = self.update_weights(step.layer, step.weights)?;
-        let measured = if self.policy.needs_measurement() { Some(measure(&step.call, &step.inputs)?) } else { None };
+        let center = self.center(step.layer)?;
+        let call = AttentionCall { center: (!center.is_none()).then_some(&center), ..step.call };
+        let measured = if self.policy.needs_measurement() { Some(measure(&call, &step.inputs)?) } else { None };
         let plan = self.plan(step.layer, measured.as_ref())?;
-        let output = attention.forward(&step.call, &step.inputs, &plan, &step.precision)?;
+        let output = attention.forward(&call, &step.inputs, &plan, &step.precision)?;
         let report = self.observe_cast(&plan, &output.stats, &casts(&step.precision, &plan))?;
-        Ok(StepOutcome { plan, output, report, recomputed })
+        if let Some(sums) = &output.sums {
+            self.observe_sums(step.layer, sums)?;
+        }
+        Ok(StepOutcome { plan, center, output, report, recomputed })
     }
 
     fn layer(&self, layer: usize) -> Result<&Layer> {
         self.spec.layer(layer)?;
         Ok(&self.layers[layer])
+    }
+
+    /// The bounds of what the layer's next call casts.
+    fn cast_bounds(&self, layer: usize) -> Result<&LayerBounds> {
+        self.layer(layer)?.cast_bounds().ok_or_else(|| unknown(&self.spec, layer))
     }
 
     fn known_bounds(&self, layer: usize) -> Result<&LayerBounds> {
@@ -407,7 +507,7 @@ impl Runtime {
 /// # Errors
 /// As [`LayerGeometry::new`], [`SpectralEngine::layer`], [`LayerBounds::new`] and [`MlaBounds::new`].
 pub fn bounds_of(spec: &AttentionSpec, weights: LayerWeights<'_>, tail: &Tail) -> Result<LayerBounds> {
-    bounds_by(&mut GramEngine, spec, weights, tail)
+    Ok(bounds_by(&mut GramEngine, spec, weights, tail)?.0)
 }
 
 fn bounds_by(
@@ -415,13 +515,14 @@ fn bounds_by(
     spec: &AttentionSpec,
     weights: LayerWeights<'_>,
     tail: &Tail,
-) -> Result<LayerBounds> {
+) -> Result<(LayerBounds, Option<LayerRanges>)> {
     if weights.mla.is_some() {
-        return Ok(MlaBounds::new(spec, weights)?.expanded);
+        return Ok((MlaBounds::new(spec, weights)?.expanded, None));
     }
     let geometry = LayerGeometry::new(spec, weights)?;
     let spectrum = engine.layer(&geometry)?;
-    LayerBounds::new(spec, &geometry, &spectrum, tail)
+    let bounds = LayerBounds::new(spec, &geometry, &spectrum, tail)?;
+    Ok((bounds, Some(LayerRanges::new(spec, &geometry, &spectrum.k, &spectrum.v))))
 }
 
 /// The tensors that a call at this precision casts with its plan's descales.

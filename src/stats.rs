@@ -59,6 +59,17 @@ pub struct LogitStats {
     pub count: u64,
 }
 
+/// Sums over tokens of the keys and values of one call, before anything is subtracted: `d` values of each KV head.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct KvSums {
+    /// Tokens summed.
+    pub tokens: u64,
+    /// Of keys.
+    pub k: Vec<Vec<f64>>,
+    /// Of values.
+    pub v: Vec<Vec<f64>>,
+}
+
 fn lowest() -> f32 {
     f32::NEG_INFINITY
 }

@@ -627,8 +627,12 @@ fn decompositions_end_on_what_is_not_finite() {
     let mut matrix = DMatrix::identity(16, 16);
     (matrix[(3, 5)], matrix[(5, 3)]) = (f64::NAN, f64::NAN);
     let (bad, good) = (Gram::exact(matrix), Gram::exact(DMatrix::identity(16, 16)));
-    let rotary =
-        sigmascale::geometry::Rotary { pairs: vec![(0, 1)], fixed: (2..16).collect(), inv_freq: Some(vec![1.0]) };
+    let rotary = sigmascale::geometry::Rotary {
+        pairs: vec![(0, 1)],
+        fixed: (2..16).collect(),
+        inv_freq: Some(vec![1.0]),
+        ..Default::default()
+    };
     for (q, k) in [(&bad, &good), (&good, &bad)] {
         assert!(scan_positions(HeadGrams { q, k }, &rotary, 4).unwrap_err().is_non_finite());
     }

@@ -11,8 +11,11 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::Dtype;
 use serde_json::{Value, json};
+use sigmascale::bound::LayerBounds;
 use sigmascale::calibrate::{Calibration, Options};
+use sigmascale::geometry::LayerGeometry;
 use sigmascale::model::{AttentionSpec, Checkpoint, GainForm, Support, known_families};
+use sigmascale::plan::{CENTER_POSITIONS, CenterPolicy, CenteredLayer};
 
 // The independent forward: plain vectors, raw tensors, one family after another.
 
@@ -412,6 +415,114 @@ fn every_family_computes_what_the_raw_tensors_say() {
             }
         }
     }
+}
+
+/// Families with a key bias under rotation have a center: the mean over positions of what the raw tensors give both a token and
+/// its negative. Others have none. What is left is within the new bound. The sum is over few positions, since the independent
+/// forward runs at each.
+#[test]
+fn families_with_a_key_bias_have_a_center() {
+    let mut found = std::collections::BTreeSet::new();
+    let mut lowered = 0;
+    for (number, case) in cases().iter().enumerate() {
+        let mut tensors = draw(case, 300 + number as u64);
+        // As large beside the weights as in trained models, and still what the checkpoint can hold.
+        let biases = tensors.0.iter_mut().filter(|(name, _)| name.ends_with(".bias"));
+        biases.flat_map(|(_, (_, values))| values).for_each(|b| *b *= 32.0);
+        let folder = tempfile::tempdir().unwrap();
+        write_checkpoint(folder.path(), &case.config, &tensors, case.dtype, case.shards);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let spec = checkpoint.spec();
+        let mut rng = StdRng::seed_from_u64(number as u64);
+        for (layer, own) in spec.layers.iter().enumerate() {
+            let label = format!("{} ({}) layer {layer}", case.name, case.kind);
+            let weights = checkpoint.layer(layer).unwrap();
+            let geometry = LayerGeometry::new(spec, weights.clone()).unwrap();
+            let (bounds, ranges) = LayerBounds::operands_and_ranges(spec, &geometry).unwrap();
+            let token: Vec<f64> = (0..case.d).map(|_| StandardNormal.sample(&mut rng)).collect();
+            let at = |position: usize, sign: f64| {
+                let token: Vec<f64> = token.iter().map(|x| sign * x).collect();
+                reference(case, &tensors, own.number, &token, position as f64)
+            };
+            // A norm of q and k is not odd in the token: its shift is what it leaves of zero.
+            let shift = (case.kind == "persimmon").then(|| {
+                let name = format!("{}layers.{}.self_attn.k_layernorm.bias", case.prefix, own.number);
+                tensors.find(&name).unwrap().to_vec()
+            });
+            let constants = |position: usize| -> Vec<Vec<f64>> {
+                if let Some(shift) = &shift {
+                    let mut shift = shift.clone();
+                    rope_half(&mut shift, &frequencies(10_000.0, R / 2), position as f64, 1.0);
+                    return vec![shift; case.n_kv];
+                }
+                let (plus, minus) = (at(position, 1.0), at(position, -1.0));
+                let half = |(a, b): (&Vec<f64>, &Vec<f64>)| a.iter().zip(b).map(|(a, b)| 0.5 * (a + b)).collect();
+                plus.k.iter().zip(&minus.k).map(half).collect()
+            };
+            let normalised = spec.qk_norm_of(own).is_some() && shift.is_none();
+            let mut want = vec![vec![0.0; R]; case.n_kv];
+            for position in (0..7).filter(|_| !normalised) {
+                for (sum, x) in want.iter_mut().flatten().zip(constants(position).iter().flatten()) {
+                    *sum += x / 7.0;
+                }
+            }
+            let mean = |positions: usize| -> Vec<Vec<f64>> {
+                let rotary = ranges.rotary.as_ref();
+                let of = |x: &Vec<f64>| rotary.map_or(x.clone(), |rotary| rotary.mean(x, positions));
+                ranges.k.iter().map(|head| of(&head.constant)).collect()
+            };
+            close(&mean(7), &want, &label);
+            let have = mean(ranges.positions.unwrap_or(CENTER_POSITIONS).min(CENTER_POSITIONS));
+            let has = want.iter().flatten().any(|x| x.abs() > 1e-9);
+            let rotates = own.rope.is_some() && spec.soft_cap.is_none() && !own.sinks;
+            let CenteredLayer { center, k, .. } =
+                CenteredLayer::new(spec, &bounds, &ranges, &CenterPolicy::CACHE).unwrap();
+            assert!(has && rotates || center.k.is_none(), "{label}");
+            let constant = shift.is_some() || (spec.bias.k || spec.norm.shift) && !normalised;
+            assert_eq!(has && rotates, constant && rotates, "{label}");
+            for (head, c) in center.k.iter().flatten().enumerate() {
+                if c.iter().all(|c| *c == 0.0) {
+                    assert!(k[head].rounded <= bounds.k[head].rounded, "{label}");
+                    continue;
+                }
+                lowered += 1;
+                found.insert(case.name);
+                assert!(k[head].exact < ranges.k[head].plain().exact, "{label}");
+                for (c, want) in c.iter().zip(&have[head]) {
+                    assert!((f64::from(*c) - want).abs() <= want.abs() / 256.0, "{label}: {c} for {want}");
+                }
+            }
+            for position in [0, 1, 60, ranges.positions.unwrap_or(512) - 1] {
+                let out = at(position, 1.0);
+                for (head, key) in out.k.iter().enumerate() {
+                    let c = |i: usize| center.c(head).map_or(0.0, |c| f64::from(c[i]));
+                    let most = key.iter().enumerate().map(|(i, k)| (k - c(i)).abs()).fold(0.0, f64::max);
+                    assert!(most <= k[head].exact * (1.0 + 1e-9), "{label}: {most} over {:?}", k[head]);
+                }
+            }
+        }
+    }
+    for name in [
+        "falcon",
+        "glm",
+        "gpt_neox",
+        "jais2",
+        "llama",
+        "persimmon",
+        "phi",
+        "qwen2",
+        "qwen2_5_vl",
+        "qwen2_moe",
+        "qwen2_vl",
+        "seed_oss",
+        "starcoder2",
+    ] {
+        assert!(found.contains(name), "{name}: {found:?}");
+    }
+    for name in ["qwen3", "gemma3_text", "mistral", "bert", "gpt2", "opt", "gemma2", "gpt_oss"] {
+        assert!(!found.contains(name), "{name}");
+    }
+    assert!(lowered > 50, "{lowered}");
 }
 
 #[test]

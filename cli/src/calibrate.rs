@@ -1,5 +1,6 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
+use super::centers::{self, CenterArgs};
 use super::mla;
 use super::model::Model;
 use super::named::named;
@@ -9,7 +10,7 @@ use super::progress;
 use super::table::{Table, range, short};
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
-use sigmascale::plan::Granularity;
+use sigmascale::plan::{CenterSource, Granularity};
 use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -55,6 +56,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE.safetensors")]
     export_scales: Option<PathBuf>,
     #[command(flatten)]
+    centers: CenterArgs,
+    #[command(flatten)]
     output: OutputArgs,
 }
 
@@ -77,6 +80,7 @@ impl Args {
             estimator: self.estimator,
             as_paper: self.as_paper,
             c: self.c,
+            centers: self.centers.policy(),
             ..Options::default()
         };
         options.check()?;
@@ -239,6 +243,11 @@ fn table(profile: &Profile) -> String {
         out.push_str("These rows are those of the expanded form (prefill).\n\n");
         return out + &mla::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
     }
+    let source = method.centers.map_or(CenterSource::None, |centers| centers.k);
+    out.push_str(&centers::table(
+        source,
+        layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?))),
+    ));
     if layers.iter().any(|layer| layer.sigma.is_none()) {
         out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
     }

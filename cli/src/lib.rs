@@ -12,6 +12,7 @@
 #[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
+mod centers;
 mod chart;
 mod diagnose;
 mod doctor;

@@ -1088,6 +1088,7 @@ mod streams {
             k: vec![descale(k)],
             v: Some(vec![descale(v)]),
             expanded: None,
+            centered: None,
             n_q_heads: 1,
         };
         let old = [layer(0, 1.0, 2.0, 3.0), layer(1, 1.0, 2.0, 3.0)];

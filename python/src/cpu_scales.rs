@@ -76,6 +76,7 @@ fn spec(layers: &[Layer]) -> AttentionSpec {
             layout: if layer.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
             attention_factor: f64::from(layer.rope_factor),
             inv_freq: None,
+            range: None,
         };
         LayerSpec {
             number,
@@ -277,7 +278,7 @@ impl HostPolicy {
             let unknown = |heads| vec![OperandBound { exact: f64::INFINITY, rounded: f64::INFINITY }; heads];
             let heads = vec![HeadBounds::default(); own.n_q_heads];
             let (q, k, v) = (unknown(own.n_q_heads), unknown(own.n_kv_heads), Some(unknown(own.n_kv_heads)));
-            return Ok(LayerBounds { layer, heads, q, k, v });
+            return Ok(LayerBounds { layer, heads, q, k, v, m: None });
         }
         let (q, kv) = (self.shape.heads().q(layer), self.shape.heads().kv(layer));
         let cut = || Error::mismatch("bounds of another model");

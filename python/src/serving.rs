@@ -224,7 +224,7 @@ pub fn refit(
         let one = |(layer, q, k, v): (usize, f32, f32, Option<f32>)| {
             let v = v.map(|v| Descale::new(v).map(|v| vec![v])).transpose()?;
             let (q, k) = (vec![Descale::new(q)?], vec![Descale::new(k)?]);
-            Ok(LayerScales { layer, module: String::new(), q, k, v, expanded: None, n_q_heads: 1 })
+            Ok(LayerScales { layer, module: String::new(), q, k, v, expanded: None, centered: None, n_q_heads: 1 })
         };
         given.into_iter().map(one).collect()
     };

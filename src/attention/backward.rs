@@ -19,6 +19,10 @@
 //! **delta** ([`Delta`]). From P and dP rows of dS sum to zero. From the output they sum to the error of `dO . o`, which
 //! enters `dQ_i` as `-tau error_i sum_j P_ij k_j`: an output that is off in one direction gives a dQ that is, too.
 //!
+//! **Centers.** With c and m in the call everything above is of `k - c`, `v - m` and `O - m` (rows of dS sum to zero, so dS and dQ
+//! are the same), and an error of delta enters dQ along `K - c` instead of K. dP and delta are of one kind: an output with m
+//! beside `v - m` gives a wrong dS. With sinks rows of dS sum to `p_sink dO . O` and with a soft-cap to anything, and `tau c sum_j dS_ij` is added.
+//!
 //! **Roundings** ([`GradientProducts`]). In BF16 the products dP, dV, dQ and dK are taken of BF16 operands: dO, P, dS, and
 //! E4M3 codes, which BF16 holds exactly; descales multiply sums. delta comes from the same rounded dO as dP. Sums are f32:
 //! the 16-bit accumulator keeps 25 bits, which changes nothing at this precision.
@@ -41,7 +45,7 @@
 //! Source: flash-attention paper, Algorithm 2 and section 3.3, Equation 1.
 
 use super::accumulator;
-use super::backend::check;
+use super::backend::{Saved, check};
 use super::call::{AttentionCall, Inputs, Keeps, check_length};
 use super::lanes::{self, TILE};
 use super::operands::{HeadScales, Operands, Rows};
@@ -114,15 +118,6 @@ impl BackwardPrecision {
             _ => Self::KERNEL,
         }
     }
-}
-
-/// What a backward pass needs of its forward.
-#[derive(Clone, Copy, Debug)]
-pub struct Saved<'a> {
-    /// Output, `(batch, len_q, n_q_heads, d_v)`. [`Delta::Probabilities`] does not look at it.
-    pub out: &'a [f32],
-    /// Log-sum-exp, `(batch, n_q_heads, len_q)`.
-    pub lse: &'a [f32],
 }
 
 /// Gradients of the operands, in their layouts.
@@ -209,6 +204,8 @@ struct Head {
     dv: Vec<f32>,
     /// `(group)`.
     d_sinks: Vec<f64>,
+    /// Sums of the rows of dS, `(group, queries)`.
+    ds_sums: Vec<f32>,
 }
 
 struct Engine<'a> {
@@ -249,10 +246,17 @@ impl Engine<'_> {
         let (len_q, len_k) = (sequence.q.len(), sequence.k.len());
         let keys = self.operands.keys(kv_head, sequence.k.clone())?;
         let values = self.factor(self.operands.values(kv_head, sequence.k.clone())?).rows;
+        // A sink's value is zero, which is -m beside v - m.
+        let sink_value = match self.operands.call.value_center(kv_head * shape.group()) {
+            Some(m) if self.operands.call.sinks.is_some() => {
+                norm(m) / self.operands.undo(self.operands.scales(kv_head * shape.group()).v) as f32
+            }
+            _ => 0.0,
+        };
         let packed = Packed {
             keys: keys.transposed(stride),
             key_rows: self.factor(keys),
-            value_norm: values.values.chunks_exact(stride_v).map(norm).fold(0.0, f32::max),
+            value_norm: values.values.chunks_exact(stride_v).map(norm).fold(sink_value, f32::max),
             values: values.transposed(stride_v),
         };
         let mut head = Head {
@@ -260,6 +264,7 @@ impl Engine<'_> {
             dk: vec![0.0; len_k * stride],
             dv: vec![0.0; len_k * stride_v],
             d_sinks: vec![0.0; shape.group()],
+            ds_sums: vec![0.0; shape.group() * len_q],
         };
         let scales = self.operands.scales(kv_head * shape.group());
         for member in 0..shape.group() {
@@ -272,6 +277,14 @@ impl Engine<'_> {
         let dk_factor = (tau * self.operands.undo(scales.q)) as f32;
         head.dq.iter_mut().for_each(|x| *x *= dq_factor);
         head.dk.iter_mut().for_each(|x| *x *= dk_factor);
+        let call = self.operands.call;
+        if let Some(c) =
+            call.key_center(kv_head * shape.group()).filter(|_| call.sinks.is_some() || call.soft_cap.is_some())
+        {
+            for (row, sum) in head.dq.chunks_exact_mut(stride).zip(&head.ds_sums) {
+                row.iter_mut().zip(c).for_each(|(dq, c)| *dq += tau as f32 * sum * c);
+            }
+        }
         Ok(head)
     }
 
@@ -304,6 +317,17 @@ impl Engine<'_> {
             }
         };
         let scales = self.operands.scales(q_head);
+        let offsets = self.operands.offsets(q_head, &queries);
+        let absolute = self.operands.absolute_logits();
+        let d_out_m = call.value_center(q_head).map(|m| {
+            let rows = seen.rows.chunks_exact(stride_v).zip(&seen.scales);
+            let dot = |row: &[f32]| row.iter().zip(m).map(|(d, m)| f64::from(*d) * f64::from(*m)).sum::<f64>();
+            rows.map(|(row, scale)| dot(row) as f32 / scale).collect()
+        });
+        let sinks = self.operands.sink(q_head).map(|sink| {
+            let offset = |row: usize| offsets.as_ref().filter(|_| !absolute).map_or(0.0, |offsets| offsets[row]);
+            (0..count).map(|row| sink - offset(row)).collect()
+        });
         let kernel = Kernel {
             stride,
             stride_v,
@@ -313,7 +337,9 @@ impl Engine<'_> {
             value_factor: self.operands.undo(scales.v) as f32,
             scales,
             soft_cap: call.soft_cap.map(|cap| cap as f32),
-            sink: self.operands.sink(q_head),
+            offsets: offsets.filter(|_| absolute),
+            sinks,
+            d_out_m,
             precision,
             products: self.how.products,
             visible,
@@ -326,6 +352,7 @@ impl Engine<'_> {
             dk: &mut head.dk,
             dv: &mut head.dv,
             d_sink: &mut head.d_sinks[member],
+            ds_sums: &mut head.ds_sums[member * sequence.q.len() + first..][..count],
         };
         pulp::Arch::new().dispatch(kernel);
         Ok(())
@@ -384,7 +411,12 @@ struct Kernel<'a> {
     value_factor: f32,
     scales: HeadScales,
     soft_cap: Option<f32>,
-    sink: Option<f32>,
+    /// `tau q . c` of each row, where the forward had it in its logits.
+    offsets: Option<Vec<f32>>,
+    /// The sink beside the forward's logits, of each row.
+    sinks: Option<Vec<f32>>,
+    /// dO . m of each row.
+    d_out_m: Option<Vec<f32>>,
     precision: &'a Precision,
     products: GradientProducts,
     visible: Vec<Range<usize>>,
@@ -400,6 +432,7 @@ struct Kernel<'a> {
     dk: &'a mut [f32],
     dv: &'a mut [f32],
     d_sink: &'a mut f64,
+    ds_sums: &'a mut [f32],
 }
 
 /// A tile of queries by keys, `(TILE, TILE)`.
@@ -433,14 +466,22 @@ impl NullaryFnOnce for Kernel<'_> {
                     let span = row * TILE + from.min(to)..row * TILE + to;
                     lanes::dot(&block.p[span.clone()], &block.ds[span])
                 };
-                blocks.iter().map(of).sum()
+                let keys: f32 = blocks.iter().map(of).sum();
+                // The sink's column, whose value is -m beside v - m.
+                keys - self
+                    .sink_share(row)
+                    .zip(self.d_out_m.as_ref())
+                    .map_or(0.0, |(share, d_out_m)| share * d_out_m[row])
             };
             (0..self.visible.len()).map(row).collect()
         });
-        if let Some(sink) = self.sink {
-            let rows = delta.iter().zip(&self.lse).zip(&self.visible);
-            let seen = rows.filter(|(_, visible)| !visible.is_empty());
-            *self.d_sink -= seen.map(|((delta, lse), _)| f64::from(lanes::exp(sink - lse) * delta)).sum::<f64>();
+        for row in (0..delta.len()).filter(|row| !self.visible[*row].is_empty()) {
+            if let Some(share) = self.sink_share(row) {
+                let own = delta[row] + self.d_out_m.as_ref().map_or(0.0, |d_out_m| d_out_m[row]);
+                *self.d_sink -= f64::from(share * own);
+                // What the row's dS sum to; summed up, they would bring delta's whole error along c.
+                self.ds_sums[row] = share * own;
+            }
         }
         for block in &mut blocks {
             for (row, &(from, to)) in block.spans.iter().enumerate().take(delta.len()) {
@@ -448,6 +489,12 @@ impl NullaryFnOnce for Kernel<'_> {
                     let slope = block.slope.as_ref().map_or(1.0, |slope| slope[at]);
                     block.ds[at] = block.p[at] * (block.ds[at] - delta[row]) * slope;
                 }
+            }
+        }
+        if self.soft_cap.is_some() {
+            for (row, sum) in self.ds_sums.iter_mut().enumerate() {
+                let of = |block: &Block| block.ds[row * TILE..(row + 1) * TILE].iter().sum::<f32>();
+                *sum = blocks.iter().map(of).sum();
             }
         }
         self.add_queries(&blocks);
@@ -460,6 +507,12 @@ impl NullaryFnOnce for Kernel<'_> {
 }
 
 impl Kernel<'_> {
+    /// P of a row's sink.
+    #[inline(always)]
+    fn sink_share(&self, row: usize) -> Option<f32> {
+        Some(lanes::exp(self.sinks.as_ref()?[row] - self.lse[row]))
+    }
+
     /// P and dP of one tile of keys; zeros where a row does not see a key.
     #[inline(always)]
     fn block<'s>(&'s self, tile: usize, keys: &Range<usize>) -> Block {
@@ -511,6 +564,9 @@ impl Kernel<'_> {
     fn probabilities(&self, row: usize, s: &mut [f32], slope: Option<&mut [f32]>) {
         for s in s.iter_mut() {
             *s *= self.logit_factor;
+        }
+        if let Some(offsets) = &self.offsets {
+            s.iter_mut().for_each(|s| *s += offsets[row]);
         }
         if let (Some(cap), Some(slope)) = (self.soft_cap, slope) {
             for (s, slope) in s.iter_mut().zip(slope) {

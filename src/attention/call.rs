@@ -3,6 +3,7 @@
 use super::sequences::{Sequence, check_sequences};
 use super::shape::AttentionShape;
 use crate::error::{Error, Result};
+use crate::plan::Center;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::str::FromStr;
@@ -57,7 +58,7 @@ impl Mask {
 /// Only its lists depend on where a call runs: [`AttentionCall`] has them in host memory, `device::attention::DeviceCall` in
 /// device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Call<Sequences, Sinks> {
+pub struct Call<Sequences, Sinks, Centers> {
     /// Sizes.
     pub shape: AttentionShape,
     /// Which keys a query sees.
@@ -70,16 +71,18 @@ pub struct Call<Sequences, Sinks> {
     pub sequences: Option<Sequences>,
     /// A logit per query head, in nats, that joins the row sum (gpt-oss).
     pub sinks: Option<Sinks>,
+    /// What is subtracted from keys and values before their cast: exact for any values.
+    pub center: Option<Centers>,
 }
 
 /// A call with its lists in host memory.
-pub type AttentionCall<'a> = Call<&'a [Sequence], &'a [f64]>;
+pub type AttentionCall<'a> = Call<&'a [Sequence], &'a [f64], &'a Center>;
 
 /// Largest multiplier of logits: times log2(e) and the 1e30 that stands for the maximum of no logit (`kLowest` of
 /// `kernels/attention/config.cuh`), it stays in f32.
 const LARGEST_SCALE: f64 = 2e8;
 
-impl<Sequences, Sinks> Call<Sequences, Sinks> {
+impl<Sequences, Sinks, Centers> Call<Sequences, Sinks, Centers> {
     /// A causal call with the usual softmax scale `d_head^-1/2` and nothing else.
     pub fn causal(shape: AttentionShape) -> Self {
         Self {
@@ -89,14 +92,15 @@ impl<Sequences, Sinks> Call<Sequences, Sinks> {
             soft_cap: None,
             sequences: None,
             sinks: None,
+            center: None,
         }
     }
 
-    /// The same call with other lists.
+    /// The same call with other lists, and without a center.
     #[cfg(feature = "cuda")]
-    pub(crate) fn with_lists<A, B>(&self, sequences: Option<A>, sinks: Option<B>) -> Call<A, B> {
+    pub(crate) fn with_lists<A, B, C>(&self, sequences: Option<A>, sinks: Option<B>) -> Call<A, B, C> {
         let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
-        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks }
+        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks, center: None }
     }
 
     /// Checks the numbers that multiply logits.
@@ -122,6 +126,16 @@ impl AttentionCall<'_> {
         self.sequences.map_or_else(|| (0..batch).map(whole).collect(), Cow::Borrowed)
     }
 
+    /// c of the KV head that a query head reads.
+    pub(crate) fn key_center(&self, head: usize) -> Option<&[f32]> {
+        self.center?.c(self.shape.kv_head(head))
+    }
+
+    /// m of the KV head that a query head reads.
+    pub(crate) fn value_center(&self, head: usize) -> Option<&[f32]> {
+        self.center?.m(self.shape.kv_head(head))
+    }
+
     /// Keys that a query of a sequence sees, both counted from the sequence's first.
     pub(crate) fn visible(&self, sequence: &Sequence, row: usize) -> Range<usize> {
         self.mask.visible(row, sequence.q.len(), sequence.k.len())
@@ -140,6 +154,8 @@ impl AttentionCall<'_> {
         if let Some(sequences) = self.sequences {
             check_sequences(&self.shape, sequences)?;
         }
+        let AttentionShape { n_kv_heads, d_head, d_v, .. } = self.shape;
+        self.center.map_or(Ok(()), |center| center.check(n_kv_heads, d_head, d_v))?;
         if let Some(sinks) = self.sinks {
             if sinks.len() != self.shape.n_q_heads {
                 let (have, want) = (sinks.len(), self.shape.n_q_heads);

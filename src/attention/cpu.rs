@@ -20,7 +20,7 @@
 //! (`tanh` and `ln` are the platform's).
 
 use super::accumulator;
-use super::backend::{Attention, AttentionOutput, check};
+use super::backend::{Attention, AttentionOutput, CenteredOutput, check};
 use super::call::{AttentionCall, Inputs};
 use super::lanes::{self, TILE};
 use super::operands::{Operands, Rows, count};
@@ -32,7 +32,7 @@ use crate::error::Result;
 use crate::fp8::{self, Counts, OnOverflow};
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
-use crate::stats::{LogitStats, StepStats};
+use crate::stats::{KvSums, LogitStats, StepStats};
 use half::f16;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
@@ -121,6 +121,9 @@ struct Place {
 struct Tile {
     out: Vec<f32>,
     lse: Vec<f32>,
+    /// The same for the backward pass, with centers.
+    centered_out: Vec<f32>,
+    centered_lse: Vec<f32>,
     logits: LogitStats,
     q: Counts,
     o: Counts,
@@ -161,6 +164,8 @@ impl Engine<'_> {
         let computes = self.shift.is_some();
         let mut out = vec![0.0; if computes { shape.out_elements() } else { 0 }];
         let mut lse = vec![f32::NEG_INFINITY; if computes { shape.lse_elements() } else { 0 }];
+        let mut centered =
+            call.center.filter(|_| computes).map(|_| CenteredOutput { out: out.clone(), lse: lse.clone() });
         let mut totals = vec![(Counts::default(), Counts::default(), LogitStats::default(), 0); n_q];
         for (place, tile) in places.iter().zip(&tiles) {
             for (row, values) in tile.out.chunks_exact(shape.d_v).enumerate() {
@@ -168,6 +173,14 @@ impl Engine<'_> {
             }
             for (row, value) in tile.lse.iter().enumerate() {
                 lse[shape.lse_at(place.row + row, place.head)] = *value;
+            }
+            if let Some(centered) = &mut centered {
+                for (row, values) in tile.centered_out.chunks_exact(shape.d_v).enumerate() {
+                    centered.out[shape.out_at(place.row + row, place.head)..][..shape.d_v].copy_from_slice(values);
+                }
+                for (row, value) in tile.centered_lse.iter().enumerate() {
+                    centered.lse[shape.lse_at(place.row + row, place.head)] = *value;
+                }
             }
             let (q, o, logits, repeated) = &mut totals[place.head];
             *q += tile.q;
@@ -187,7 +200,27 @@ impl Engine<'_> {
             v: kv.iter().map(|t| t.1.into()).collect(),
             o: totals.iter().map(|t| t.1.into()).collect(),
         };
-        Ok((AttentionOutput { out, lse, stats }, totals.iter().map(|t| t.3).collect()))
+        let sums = Some(self.sums(&sequences));
+        Ok((AttentionOutput { out, lse, centered, sums, stats }, totals.iter().map(|t| t.3).collect()))
+    }
+
+    /// Sums of k and v over the rows of sequences.
+    fn sums(&self, sequences: &[Sequence]) -> KvSums {
+        let (shape, inputs) = (self.operands.call.shape, self.operands.inputs);
+        let rows = || sequences.iter().flat_map(|sequence| sequence.k.clone());
+        let sum = |x: &[f32], d: usize, start: &dyn Fn(usize) -> usize| {
+            let mut sum = vec![0.0; d];
+            for row in rows() {
+                sum.iter_mut().zip(&x[start(row)..]).for_each(|(sum, x)| *sum += f64::from(*x));
+            }
+            sum
+        };
+        let heads = 0..shape.n_kv_heads;
+        KvSums {
+            tokens: rows().count() as u64,
+            k: heads.clone().map(|head| sum(inputs.k, shape.d_head, &|row| shape.k_at(row, head))).collect(),
+            v: heads.map(|head| sum(inputs.v, shape.d_v, &|row| shape.v_at(row, head))).collect(),
+        }
     }
 
     fn pack(&self, sequence: &Sequence, kv_head: usize) -> Result<Packed> {
@@ -203,6 +236,8 @@ impl Engine<'_> {
         let rows = TILE.min(sequence.q.len() - place.first);
         let scales = self.operands.scales(place.head);
         let queries = self.operands.queries(place.head, place.row..place.row + rows)?;
+        let offsets = self.operands.offsets(place.head, &queries);
+        let absolute = self.operands.absolute_logits();
         let promoted = matches!(precision.pv_accumulator, PvAccumulator::Fp8 { .. });
         let mut state = State {
             out: vec![0.0; rows * stride_v],
@@ -212,13 +247,17 @@ impl Engine<'_> {
             logits: LogitStats::default(),
             repeated: 0,
         };
+        let visible: Vec<Range<usize>> = (0..rows).map(|row| call.visible(sequence, place.first + row)).collect();
+        let empty: Vec<bool> = visible.iter().map(Range::is_empty).collect();
         let kernel = Kernel {
             queries: &queries.values,
             packed,
             stride: self.operands.stride(),
             stride_v,
-            visible: (0..rows).map(|row| call.visible(sequence, place.first + row)).collect(),
+            visible,
             factor: self.operands.logit_factor(&scales),
+            offsets: offsets.as_deref(),
+            absolute,
             soft_cap: call.soft_cap.map(|cap| cap as f32),
             logit: scales.logit,
             precision,
@@ -230,6 +269,8 @@ impl Engine<'_> {
         let mut tile = Tile {
             out: Vec::new(),
             lse: Vec::new(),
+            centered_out: Vec::new(),
+            centered_lse: Vec::new(),
             logits: state.logits,
             q: queries.counts,
             o: Counts::default(),
@@ -237,12 +278,32 @@ impl Engine<'_> {
         };
         if self.shift.is_some() {
             let undo = self.operands.undo(scales.v) as f32 / precision.p_scale();
+            let m = call.value_center(place.head);
             for row in 0..rows {
                 let from = tile.out.len();
-                let (factor, lse) = finish(undo, state.max[row], state.sum[row], self.operands.sink(place.head));
-                tile.out.extend(state.out[row * stride_v..][..d_v].iter().map(|x| x * factor));
-                tile.lse.push(lse);
+                // What centered keys took from the row's logits, where it is not there again already. A row without keys has none,
+                // and is not read.
+                let offset = offsets.as_ref().filter(|_| !absolute && !empty[row]).map_or(0.0, |offsets| offsets[row]);
+                let sink = self.operands.sink(place.head).map(|sink| sink - offset);
+                let Finished { factor, share, lse } = finish(undo, state.max[row], state.sum[row], sink);
+                let sums = &state.out[row * stride_v..][..d_v];
+                match m {
+                    None => tile.out.extend(sums.iter().map(|x| x * factor)),
+                    Some(m) => {
+                        tile.out.extend(sums.iter().zip(m).map(|(x, m)| x.mul_add(factor, share * m)));
+                        let rest = 1.0 - share;
+                        tile.centered_out.extend(sums.iter().zip(m).map(|(x, m)| x.mul_add(factor, -(rest * m))));
+                    }
+                }
+                tile.lse.push(lse + offset);
+                tile.centered_lse.push(lse);
                 tile.o += count(&tile.out[from..], scales.o)?;
+            }
+            if m.is_none() && call.center.is_some() {
+                tile.centered_out.clone_from(&tile.out);
+            }
+            if precision.output == Cast::Bf16 {
+                lanes::round_bf16(&mut tile.centered_out);
             }
             match (scales.o, precision.output.fp8()) {
                 (Some(descale), Some((format, factor))) => {
@@ -264,16 +325,26 @@ impl Engine<'_> {
     }
 }
 
-/// What a row's O is multiplied by, `undo` included, and its log-sum-exp, from the shift and the sum of its keys.
-fn finish(undo: f32, max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
+/// How a row ends.
+struct Finished {
+    /// What O is multiplied by, `undo` included.
+    factor: f32,
+    /// What the keys' P sum to: 1, less the sink's share; 0 for a row that saw no key.
+    share: f32,
+    lse: f32,
+}
+
+/// From the shift and the sum of the row's keys.
+fn finish(undo: f32, max: f32, sum: f32, sink: Option<f32>) -> Finished {
     let Some(sink) = sink else {
         // A row that saw no key has an empty sum and stays zero.
-        return (if sum == 0.0 { 0.0 } else { undo / sum }, max + sum.ln());
+        let (factor, share) = if sum == 0.0 { (0.0, 0.0) } else { (undo / sum, 1.0) };
+        return Finished { factor, share, lse: max + sum.ln() };
     };
     let top = max.max(sink);
     let keys = lanes::exp(max - top);
     let total = sum * keys + lanes::exp(sink - top);
-    (undo * keys / total, top + total.ln())
+    Finished { factor: undo * keys / total, share: sum * keys / total, lse: top + total.ln() }
 }
 
 fn merge(into: &mut LogitStats, from: &LogitStats) {
@@ -311,6 +382,10 @@ struct Kernel<'a> {
     visible: Vec<Range<usize>>,
     /// tau times the descales of q and k.
     factor: f32,
+    /// What centered keys take from each row's logits.
+    offsets: Option<&'a [f32]>,
+    /// It is added before anything is made of logits, and not only to their statistics.
+    absolute: bool,
     soft_cap: Option<f32>,
     logit: Option<Descale>,
     precision: &'a Precision,
@@ -347,7 +422,7 @@ impl NullaryFnOnce for Kernel<'_> {
                     continue;
                 }
                 spans[row] = (from, to);
-                self.logits(&mut s[from..to]);
+                self.logits(row, &mut s[from..to]);
                 s[..from].fill(0.0);
                 s[to..].fill(0.0);
             }
@@ -409,14 +484,20 @@ impl Kernel<'_> {
 
     /// Products to logits: factor, soft-cap, statistics, cast.
     #[inline(always)]
-    fn logits(&mut self, s: &mut [f32]) {
+    fn logits(&mut self, row: usize, s: &mut [f32]) {
         let stats = &mut self.state.logits;
         for s in s.iter_mut() {
             *s *= self.factor;
         }
+        let mut seen = 0.0;
+        match self.offsets.map(|offsets| offsets[row]) {
+            Some(offset) if self.absolute => s.iter_mut().for_each(|s| *s += offset),
+            Some(offset) => seen = offset,
+            None => {}
+        }
         stats.count += s.len() as u64;
         stats.non_finite += lanes::non_finite(s);
-        let (mut max, mut min) = (lanes::max(s), lanes::min(s));
+        let (mut max, mut min) = (lanes::max(s) + seen, lanes::min(s) + seen);
         stats.raw_max = stats.raw_max.max(max);
         stats.raw_min = stats.raw_min.min(min);
         if let Some(cap) = self.soft_cap {

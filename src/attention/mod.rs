@@ -13,8 +13,20 @@
 //! `(batch, len_k, n_kv_heads, d_v)`, o `(batch, len_q, n_q_heads, d_v)`, lse `(batch, n_q_heads, len_q)`. This is
 //! FlashAttention-3's. Packed sequences have `batch` 1 and share the axis of rows ([`Sequence`]).
 //!
+//! **Centers** ([`Center`](crate::plan::Center)). With c and m of a KV head the products are those of `k' = k - c` and `v' = v - m`. All
+//! logits of a row lose `tau q_i . c`, which softmax does not see, and
+//!
+//! ```text
+//! o_i = sum_j P_ij v'_j / l_i + (1 - p_sink) m         lse_i = lse'_i + tau q_i . c
+//! ```
+//!
+//! where `1 - p_sink` is the keys' share of the row: 1 without sinks, and 0 for a row that sees no key. Sinks are compared with
+//! logits and lose `tau q_i . c` too; a soft-cap and a cast of the logits need it added first. Outputs are those of the plain
+//! call, whatever c and m are, up to rounding.
+//!
 //! **Where values are rounded** ([`Precision`] chooses; this order is what every backend has to match):
-//! 1. q, k, v: `e4m3(x * quant_scale)`, `quant_scale = 1 / descale` in f32, descales by KV head. Products are taken of
+//! 1. q, k, v: `e4m3(x * quant_scale)`, `quant_scale = 1 / descale` in f32, descales by KV head; with a center
+//!    `e4m3(fma(x, quant_scale, -c * quant_scale))`. Products are taken of
 //!    these numbers; `tau descale_q descale_k`, taken in f64 and rounded to f32, multiplies the f32 sum once, and
 //!    `descale_v / 256 / l` the output once.
 //! 2. The logit after the soft-cap, if asked for: `e4m3(s * quant_scale) * descale`, per query head; the result enters
@@ -55,8 +67,8 @@ mod tests;
 
 #[cfg(feature = "cuda")]
 pub(crate) use backend::check;
-pub use backend::{Attention, AttentionOutput, Dequantised, dequantised};
-pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, Saved, backward};
+pub use backend::{Attention, AttentionOutput, CenteredOutput, Dequantised, Saved, dequantised};
+pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, backward};
 pub use call::{AttentionCall, Call, Inputs, Keeps, Mask};
 pub use cpu::{Cpu, measure};
 pub use paged::{Appended, BlockTable, Gathered, NewTokens, PageShape, PagedKv};

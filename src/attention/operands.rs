@@ -2,7 +2,7 @@
 
 use super::call::{AttentionCall, Inputs};
 use super::lanes::{self, LANES, TILE};
-use super::precision::{Cast, Precision, Rounding};
+use super::precision::{Cast, LogitCast, Precision, Rounding};
 use crate::error::Result;
 use crate::fp8::{Counts, Format};
 use crate::plan::ScalePlan;
@@ -99,7 +99,20 @@ impl Operands<'_> {
     /// These rows of a query head.
     pub(super) fn queries(&self, head: usize, rows: Range<usize>) -> Result<Rows> {
         let shape = self.call.shape;
-        self.rows(self.inputs.q, shape.d_head, rows, |row| shape.q_at(row, head), self.scales(head).q, 0)
+        self.rows((self.inputs.q, None), shape.d_head, rows, |row| shape.q_at(row, head), self.scales(head).q, 0)
+    }
+
+    /// `tau q . c` of each row, of the queries that the products see: what centered keys take from all logits of the row.
+    pub(super) fn offsets(&self, head: usize, queries: &Rows) -> Option<Vec<f32>> {
+        let c = self.call.key_center(head)?;
+        let factor = self.call.softmax_scale * self.undo(self.scales(head).q);
+        let product = |row: &[f32]| row.iter().zip(c).map(|(q, c)| f64::from(*q) * f64::from(*c)).sum::<f64>();
+        Some(queries.values.chunks_exact(self.stride()).map(|row| (factor * product(row)) as f32).collect())
+    }
+
+    /// Whether logits have to be the model's own when they are computed, and not only up to a constant a row.
+    pub(super) fn absolute_logits(&self) -> bool {
+        self.call.soft_cap.is_some() || self.precision.logits != LogitCast::F32
     }
 
     /// The same rows of a tensor in the output's layout, which is not cast.
@@ -115,22 +128,24 @@ impl Operands<'_> {
     /// These keys of a KV head.
     pub(super) fn keys(&self, kv_head: usize, rows: Range<usize>) -> Result<Rows> {
         let shape = self.call.shape;
-        let descale = self.scales(kv_head * shape.group()).k;
-        self.rows(self.inputs.k, shape.d_head, rows, |row| shape.k_at(row, kv_head), descale, 1)
+        let head = kv_head * shape.group();
+        let (descale, c) = (self.scales(head).k, self.call.key_center(head));
+        self.rows((self.inputs.k, c), shape.d_head, rows, |row| shape.k_at(row, kv_head), descale, 1)
     }
 
     /// These values of a KV head.
     pub(super) fn values(&self, kv_head: usize, rows: Range<usize>) -> Result<Rows> {
         let shape = self.call.shape;
-        let descale = self.scales(kv_head * shape.group()).v;
-        self.rows(self.inputs.v, shape.d_v, rows, |row| shape.v_at(row, kv_head), descale, 2)
+        let head = kv_head * shape.group();
+        let (descale, m) = (self.scales(head).v, self.call.value_center(head));
+        self.rows((self.inputs.v, m), shape.d_v, rows, |row| shape.v_at(row, kv_head), descale, 2)
     }
 
-    /// Copies rows of `d` values, through FP8 or BF16 if that is asked for; counts in any case. `tensor` tells the random bits
-    /// of q, k and v apart.
+    /// Copies rows of `d` values without the center, through FP8 or BF16 if that is asked for; counts in any case. `tensor`
+    /// tells the random bits of q, k and v apart.
     fn rows(
         &self,
-        x: &[f32],
+        (x, center): (&[f32], Option<&[f32]>),
         d: usize,
         rows: Range<usize>,
         start: impl Fn(usize) -> usize,
@@ -144,6 +159,10 @@ impl Operands<'_> {
             let at = start(row);
             let (from, to) = (&x[at..][..d], &mut to[..d]);
             let Precision { operands: cast, rounding, on_overflow, .. } = *self.precision;
+            if let Some(center) = center {
+                counts += self.centered_row((from, at), center, descale, tensor, to)?;
+                continue;
+            }
             counts += match (descale, cast.fp8(), rounding) {
                 (Some(descale), Some((format, factor)), Rounding::Nearest) => {
                     format.round_slice(from, descale.quant_scale().get() * factor, on_overflow, to)?
@@ -167,6 +186,45 @@ impl Operands<'_> {
         }
         Ok(Rows { values, counts })
     }
+
+    /// One row from which a center is subtracted, in the multiply-add that scales it.
+    fn centered_row(
+        &self,
+        (from, at): (&[f32], usize),
+        center: &[f32],
+        descale: Option<Descale>,
+        tensor: u64,
+        to: &mut [f32],
+    ) -> Result<Counts> {
+        let Precision { operands: cast, rounding, on_overflow, .. } = *self.precision;
+        let (Some(descale), Some((format, factor))) = (descale, cast.fp8()) else {
+            from.iter().zip(center).zip(&mut *to).for_each(|((x, c), to)| *to = x - c);
+            let counts = count(to, descale);
+            if cast == Cast::Bf16 {
+                lanes::round_bf16(to);
+            }
+            return counts;
+        };
+        let scaled = centered(from, center, descale.quant_scale().get() * factor);
+        let mut counts = match rounding {
+            Rounding::Nearest => format.round_slice(&scaled, 1.0, on_overflow, to)?,
+            Rounding::Stochastic { seed } => {
+                for (i, (to, x)) in to.iter_mut().zip(&scaled).enumerate() {
+                    let bits = Rounding::bits(seed, tensor, at + i);
+                    *to = format.decode(format.encode_stochastic(*x, bits, on_overflow));
+                }
+                format.count_slice(&scaled, 1.0)?
+            }
+        };
+        // Of what is cast, before its scale.
+        counts.amax *= descale.get() / factor;
+        Ok(counts)
+    }
+}
+
+/// `x * scale - c * scale`, rounded once beside the rounding of the second product.
+pub(super) fn centered(x: &[f32], center: &[f32], scale: f32) -> Vec<f32> {
+    x.iter().zip(center).map(|(x, c)| x.mul_add(scale, -(c * scale))).collect()
 }
 
 /// Counts against a descale; without one nothing overflows.

@@ -6,13 +6,14 @@
 //! pages that no one writes to.
 //!
 //! [`PagedKv::append`] is what a cache's write kernel does: `e4m3(rope(k) * quant_scale)` and `e4m3(v * quant_scale)`, each
-//! into its token's row. [`PagedKv::gather`] gives dense keys and values for [`reference()`](super::reference()) and the
-//! other calls of this module. Neither looks at rows of a page that no sequence uses.
+//! into its token's row, with a center subtracted in the same multiply-add. All rows of a cache need one center.
+//! [`PagedKv::gather`] gives dense keys and values for [`reference()`](super::reference()) and the other calls of this module. Neither looks at rows of a page that no sequence uses.
 
+use super::operands::centered;
 use crate::error::{Error, Result};
 use crate::fp8::{Counts, Format, OnOverflow};
 use crate::model::{Rope, rotate};
-use crate::plan::OperandDescales;
+use crate::plan::{Center, OperandDescales};
 use crate::scale::Descale;
 use crate::stats::CastStats;
 use std::collections::HashMap;
@@ -68,9 +69,9 @@ pub struct Appended {
 /// The tokens of a cache, sequence after sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gathered {
-    /// Keys times their descale, `(tokens, n_kv_heads, d_head)`.
+    /// Keys times their descale, with the center added, `(tokens, n_kv_heads, d_head)`.
     pub k: Vec<f32>,
-    /// Values times their descale, `(tokens, n_kv_heads, d_v)`.
+    /// Values times their descale, likewise, `(tokens, n_kv_heads, d_v)`.
     pub v: Vec<f32>,
     /// Where the tokens of each sequence begin, and their number.
     pub cu_seqlens: Vec<usize>,
@@ -91,9 +92,9 @@ pub struct Gathered {
 /// let table = |lengths| BlockTable { pages: &[2, 0], pages_per_sequence: 2, lengths };
 /// let (k, v) = ([1.5; 48], [0.5; 48]);
 /// let new = NewTokens { k: &k, v: &v, cu_seqlens: &[0, 3] };
-/// let appended = cache.append(&table(&[0]), &new, &descales, None, OnOverflow::Saturate)?;
+/// let appended = cache.append(&table(&[0]), &new, &descales, (None, None), OnOverflow::Saturate)?;
 /// assert_eq!((appended.lengths.as_slice(), appended.k[0].amax), (&[3][..], 1.5));
-/// assert_eq!(cache.gather(&table(&appended.lengths), &descales)?.k, k);
+/// assert_eq!(cache.gather(&table(&appended.lengths), &descales, None)?.k, k);
 /// # Ok::<(), sigmascale::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
@@ -124,13 +125,19 @@ impl PagedKv {
         self.shape
     }
 
-    /// The tokens of every sequence.
+    /// The tokens of every sequence, of a cache with this center.
     ///
     /// # Errors
     /// `is_argument` if the table is not one row a sequence, is too short for a length or names a page that does not exist;
-    /// `is_mismatch` if there is not one descale a KV head.
-    pub fn gather(&self, table: &BlockTable<'_>, descales: &OperandDescales) -> Result<Gathered> {
+    /// `is_mismatch` if there is not one descale a KV head, or the center is of another shape.
+    pub fn gather(
+        &self,
+        table: &BlockTable<'_>,
+        descales: &OperandDescales,
+        center: Option<&Center>,
+    ) -> Result<Gathered> {
         table.check(&self.shape)?;
+        self.check_center(center)?;
         let (k_descales, v_descales) = self.descales(descales)?;
         let mut gathered = Gathered { k: Vec::new(), v: Vec::new(), cu_seqlens: vec![0] };
         let PageShape { n_kv_heads, d_head, d_v, .. } = self.shape;
@@ -139,12 +146,16 @@ impl PagedKv {
                 let row = table.row(&self.shape, sequence, token)?;
                 for head in 0..n_kv_heads {
                     let at = row * n_kv_heads + head;
-                    let decode = |codes: &[u8], descale: Descale, d: usize| {
-                        let codes = codes[at * d..(at + 1) * d].to_vec();
-                        codes.into_iter().map(move |code| Format::E4m3.decode(code) * descale.get())
+                    let decode = |codes: &[u8], descale: Descale, center: Option<&[f32]>, to: &mut Vec<f32>| {
+                        let values = codes.iter().map(|code| Format::E4m3.decode(*code));
+                        match center {
+                            None => to.extend(values.map(|x| x * descale.get())),
+                            Some(center) => to.extend(values.zip(center).map(|(x, c)| x.mul_add(descale.get(), *c))),
+                        }
                     };
-                    gathered.k.extend(decode(&self.k, k_descales[head], d_head));
-                    gathered.v.extend(decode(&self.v, v_descales[head], d_v));
+                    let (k, v) = (&self.k[at * d_head..][..d_head], &self.v[at * d_v..][..d_v]);
+                    decode(k, k_descales[head], center.and_then(|center| center.c(head)), &mut gathered.k);
+                    decode(v, v_descales[head], center.and_then(|center| center.m(head)), &mut gathered.v);
                 }
             }
             gathered.cu_seqlens.push(gathered.cu_seqlens[sequence] + length);
@@ -152,8 +163,8 @@ impl PagedKv {
         Ok(gathered)
     }
 
-    /// Appends new tokens to those that the table counts: keys rotated by their positions, keys and values cast by the
-    /// descales. Nothing is written if anything is refused.
+    /// Appends new tokens to those that the table counts: keys rotated by their positions, the center subtracted, keys and values
+    /// cast by the descales. Casts are counted of what is left. Nothing is written if anything is refused.
     ///
     /// # Errors
     /// As [`PagedKv::gather`]; `is_argument` if the new tokens do not fit the table or the shape, or two of them have the
@@ -163,10 +174,11 @@ impl PagedKv {
         table: &BlockTable<'_>,
         new: &NewTokens<'_>,
         descales: &OperandDescales,
-        rope: Option<&Rope>,
+        (rope, center): (Option<&Rope>, Option<&Center>),
         on_overflow: OnOverflow,
     ) -> Result<Appended> {
         table.check(&self.shape)?;
+        self.check_center(center)?;
         let (k_descales, v_descales) = self.descales(descales)?;
         let (k_descales, v_descales) = (k_descales.to_vec(), v_descales.to_vec());
         let PageShape { n_kv_heads, d_head, d_v, .. } = self.shape;
@@ -177,19 +189,28 @@ impl PagedKv {
                 rotate("the cache", rope, *token, (n_kv_heads, d_head), values)?;
             }
         }
-        let write = |to: &mut [u8], x: &[f32], d: usize, descales: &[Descale]| -> Result<Vec<CastStats>> {
-            let mut counts = vec![Counts::default(); n_kv_heads];
-            for ((_, row), token) in rows.iter().zip(x.chunks_exact(n_kv_heads * d)) {
-                for (head, x) in token.chunks_exact(d).enumerate() {
-                    let codes = &mut to[(row * n_kv_heads + head) * d..][..d];
-                    let multiplier = descales[head].quant_scale().get();
-                    counts[head] += Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?;
+        type Row<'c> = &'c dyn Fn(usize) -> Option<&'c [f32]>;
+        let write =
+            |to: &mut [u8], x: &[f32], d: usize, descales: &[Descale], center: Row<'_>| -> Result<Vec<CastStats>> {
+                let mut counts = vec![Counts::default(); n_kv_heads];
+                for ((_, row), token) in rows.iter().zip(x.chunks_exact(n_kv_heads * d)) {
+                    for (head, x) in token.chunks_exact(d).enumerate() {
+                        let codes = &mut to[(row * n_kv_heads + head) * d..][..d];
+                        let multiplier = descales[head].quant_scale().get();
+                        counts[head] += match center(head) {
+                            None => Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?,
+                            Some(center) => {
+                                let scaled = centered(x, center, multiplier);
+                                let counts = Format::E4m3.encode_slice(&scaled, 1.0, on_overflow, codes)?;
+                                Counts { amax: counts.amax * descales[head].get(), ..counts }
+                            }
+                        };
+                    }
                 }
-            }
-            Ok(counts.into_iter().map(CastStats::from).collect())
-        };
-        let k = write(&mut self.k, &k, d_head, &k_descales)?;
-        let v = write(&mut self.v, new.v, d_v, &v_descales)?;
+                Ok(counts.into_iter().map(CastStats::from).collect())
+            };
+        let k = write(&mut self.k, &k, d_head, &k_descales, &|head| center?.c(head))?;
+        let v = write(&mut self.v, new.v, d_v, &v_descales, &|head| center?.m(head))?;
         let added = new.cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
         Ok(Appended { lengths: table.lengths.iter().zip(added).map(|(length, n)| length + n).collect(), k, v })
     }
@@ -228,6 +249,11 @@ impl PagedKv {
             }
         }
         Ok(rows)
+    }
+
+    fn check_center(&self, center: Option<&Center>) -> Result<()> {
+        let PageShape { n_kv_heads, d_head, d_v, .. } = self.shape;
+        center.map_or(Ok(()), |center| center.check(n_kv_heads, d_head, d_v))
     }
 
     fn descales<'d>(&self, descales: &'d OperandDescales) -> Result<(&'d [Descale], &'d [Descale])> {

@@ -1,6 +1,7 @@
 mod accumulator_tests;
 mod backward_tests;
 mod bf16_tests;
+mod center_tests;
 mod format_tests;
 mod paged_tests;
 mod random_tests;
@@ -81,6 +82,7 @@ fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Pre
             for (i, row) in sequence.q.clone().enumerate() {
                 let (q, o) = (shape.q_at(row, head), shape.out_at(row, head));
                 let key = |j| shape.k_at(sequence.k.start + j, kv_head);
+                let m = call.value_center(head);
                 let keys = call.visible(sequence, i);
                 let mut s: Vec<f64> = Vec::new();
                 for j in keys.clone() {
@@ -92,6 +94,10 @@ fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Pre
                 let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let p: Vec<f64> = s.iter().map(|s| (s - max).exp()).collect();
                 let sum = p.iter().sum::<f64>() + call.sinks.map_or(0.0, |sinks| (sinks[head] - max).exp());
+                let share = p.iter().sum::<f64>() / sum;
+                for (c, m) in m.into_iter().flatten().enumerate().filter(|_| share > 0.0) {
+                    out[o + c] += share * f64::from(*m);
+                }
                 for (p, j) in p.iter().zip(keys) {
                     let p = match precision.probabilities {
                         Probabilities::F32 => *p,
@@ -101,7 +107,7 @@ fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Pre
                     };
                     for c in 0..shape.d_v {
                         let v = x.v[shape.v_at(sequence.k.start + j, kv_head) + c];
-                        out[o + c] += p / sum * f64::from(v);
+                        out[o + c] += p / sum * (f64::from(v) - m.map_or(0.0, |m| f64::from(m[c])));
                     }
                 }
             }
@@ -137,12 +143,14 @@ fn compare(call: &AttentionCall, precision: &Precision, seed: u64) {
         Cast::F32 => data.inputs(),
         _ => Inputs { q: &cast.q, k: &cast.k, v: &cast.v },
     };
-    let want = exact(call, &x);
+    let want = exact(&AttentionCall { center: None, ..*call }, &x);
     let (cpu, simple) = (errors(&have.out, &want.out), errors(&plain(call, &x, &plan, precision), &want.out));
     // f32 sums: a few units in the last place of the largest logit, which the weights inherit relatively.
     let largest_logit = have.stats.logits.iter().fold(0.0, |a: f32, l| a.max(l.amax()));
-    let noise = 2e-6 + 6e-7 * f64::from(largest_logit);
-    let out_noise = noise * f64::from(have.stats.v.iter().fold(0.0, |a: f32, v| a.max(v.amax)));
+    let noise = 2e-6 + 6e-7 * (f64::from(largest_logit) + random_tests::largest_offset(call, x.q));
+    let m = call.center.and_then(|center| center.v.as_ref()).into_iter().flatten().flatten();
+    let m = m.fold(0.0, |a: f32, m| a.max(m.abs()));
+    let out_noise = noise * f64::from(have.stats.v.iter().fold(0.0, |a: f32, v| a.max(v.amax)) + m);
     // Few outputs leave the two errors to chance: they round different numbers.
     let (largest, mean) = match want.out.len() {
         0..512 => (4.0, 4.0),

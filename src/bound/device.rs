@@ -264,6 +264,7 @@ impl LayerBounds {
             q: row(0, n_q),
             k: row(1, n_kv),
             v: (spec.norm.kind != NormKind::None).then(|| row(2, n_kv)),
+            m: None,
         };
         // `min` with a soft-cap drops a NaN.
         if bounds.heads.iter().any(|head| head.rounded.is_none_or(f64::is_nan)) {

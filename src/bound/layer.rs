@@ -1,5 +1,6 @@
 //! The bounds of a layer from its geometry and spectrum.
 
+use super::centered::{LayerRanges, operand_rounding};
 use super::tail::{ModelConstants, Tail};
 use super::values::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
@@ -58,9 +59,19 @@ impl LayerBounds {
         Self::checked(geometry, vec![], operands(geometry, [&q, &k, &v]))
     }
 
+    /// The same beside the ranges of keys and values that centers need.
+    ///
+    /// # Errors
+    /// As [`LayerBounds::operands`].
+    pub fn operands_and_ranges(spec: &AttentionSpec, geometry: &LayerGeometry<'_>) -> Result<(Self, LayerRanges)> {
+        let [q, k, v] = layer_channels(geometry)?;
+        let bounds = Self::checked(geometry, vec![], operands(geometry, [&q, &k, &v]))?;
+        Ok((bounds, LayerRanges::new(spec, geometry, &k, &v)))
+    }
+
     fn checked(geometry: &LayerGeometry<'_>, heads: Vec<HeadBounds>, (q, k, v): Operands) -> Result<Self> {
         let q = q.into_iter().map(|bound| bound.times(geometry.query_factor)).collect();
-        let bounds = Self { layer: geometry.layer, heads, q, k, v };
+        let bounds = Self { layer: geometry.layer, heads, q, k, v, m: None };
         bounds.check().map_err(|error| error.within(&geometry.place))?;
         Ok(bounds)
     }
@@ -214,7 +225,8 @@ fn normalised_head(
 /// For inputs of length sqrt(d) at most: `B = sqrt(d) ||w_c|| + |c_c|` and `A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_ic| + |b_c|`, the largest channel; for a
 /// rotation pair the spectral norm of its two columns and the length of its constants.
 pub(super) fn operand(d: f64, channels: &Channels, pairs: &[(usize, usize)], share: f64) -> OperandBound {
-    let rounding = |c: usize| share * ((d * channels.folded_sq[c]).sqrt() + channels.spread[c]) + channels.floor[c];
+    let terms = operand_rounding(d, channels, share);
+    let rounding = |c: usize| terms[c];
     let mut bound = OperandBound { exact: 0.0, rounded: 0.0 };
     let mut include = |exact: f64, rounding: f64| {
         bound.exact = bound.exact.max(exact);

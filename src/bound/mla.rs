@@ -132,7 +132,7 @@ impl MlaBounds {
             bounds.into_iter().map(|bound| bound.times(geometry.query_factor)).collect()
         };
         Self {
-            expanded: LayerBounds { layer: geometry.layer, heads, q: grown(q), k, v: Some(v) },
+            expanded: LayerBounds { layer: geometry.layer, heads, q: grown(q), k, v: Some(v), m: None },
             latent,
             k_pe: cached_k_pe,
             absorbed_q: grown(absorbed_q),

@@ -19,12 +19,14 @@
 //! it: bounds hold for tokens of `|mean| <= 512 sqrt(variance + epsilon)` ([`LAYER_NORM_MEAN_LIMIT`]). Beyond it the
 //! output can keep a mean that the bounds take to be removed: a constant token of 1e6 has exceeded a bound by a factor of 3.8.
 
+mod centered;
 mod device;
 mod layer;
 mod mla;
 mod tail;
 mod values;
 
+pub use centered::{HeadRange, LayerRanges};
 pub use device::{
     HeadBound, HeadFrobenius, Isotropic, check_device, check_plain, from_device, isotropic, operand_row, round_up,
     to_device,

@@ -38,6 +38,9 @@ pub struct LayerBounds {
     pub k: Vec<OperandBound>,
     /// Bound on |v| of each KV head; `None` where the projection's input has no norm.
     pub v: Option<Vec<OperandBound>>,
+    /// Largest |m| that is subtracted from the values of each KV head, where `v` are bounds of what is left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub m: Option<Vec<f64>>,
 }
 
 /// Bounds on |logit| of one query head. Fields are `None` where the estimator or the family cannot give them.
@@ -69,6 +72,11 @@ pub struct OperandBound {
 impl OperandBound {
     pub(super) fn times(self, factor: f64) -> Self {
         Self { exact: self.exact * factor, rounded: self.rounded * factor }
+    }
+
+    /// The one with the lower worst case of two bounds that both hold.
+    pub(crate) fn lower(self, other: Self) -> Self {
+        if self.rounded <= other.rounded { self } else { other }
     }
 
     /// The descale under which no value can overflow E4M3.

@@ -1,12 +1,14 @@
 //! From a config or weights to a profile.
 
 use super::options::Options;
-use super::profile::{ChosenC, HeadProfile, LayerProfile, Method, MlaProfile, ModelSummary, Profile, TailSummary};
-use crate::bound::{CStar, E4M3_MAX, LAYER_NORM_MEAN_LIMIT, LayerBounds, MlaBounds};
+use super::profile::{
+    CenterProfile, ChosenC, HeadProfile, LayerProfile, Method, MlaProfile, ModelSummary, Profile, TailSummary,
+};
+use crate::bound::{CStar, E4M3_MAX, LAYER_NORM_MEAN_LIMIT, LayerBounds, LayerRanges, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, NormKind};
-use crate::plan::{Granularity, ScalePlan};
+use crate::plan::{CenteredLayer, Granularity, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
 
@@ -81,7 +83,11 @@ impl<'s> Calibration<'s> {
                 HeadProfile::new(head, geometry, spectrum, bounds)
             })
             .collect();
-        Ok(LayerProfile { sigma, sigma_sum: spectrum.sigma_sum, ..self.planned(&bounds, heads)? })
+        let ranges = LayerRanges::new(self.spec, geometry, &spectrum.k, &spectrum.v);
+        let centered = CenteredLayer::new(self.spec, &bounds, &ranges, &self.options.centers);
+        let centered = centered.map_err(|error| error.within(&geometry.place))?;
+        let center = centered.matters().then(|| CenterProfile::new(centered, &bounds, &ranges));
+        Ok(LayerProfile { sigma, sigma_sum: spectrum.sigma_sum, center, ..self.planned(&bounds, heads)? })
     }
 
     /// Latent attention: its logits have a bound of their own, not the norms of heads.
@@ -116,6 +122,7 @@ impl<'s> Calibration<'s> {
             k_descale: Some(plan.operands.k),
             v_descale: plan.operands.v,
             o_descale: plan.operands.o,
+            center: None,
             mla: None,
             heads: Some(heads),
         })
@@ -149,6 +156,7 @@ impl<'s> Calibration<'s> {
             k_descale: None,
             v_descale: None,
             o_descale: None,
+            center: None,
             mla: None,
             heads: None,
         })
@@ -172,6 +180,7 @@ impl<'s> Calibration<'s> {
                 c: options.as_paper.then(|| options.c.unwrap_or(self.c_star.c_star)),
                 layer_norm_mean_limit: (self.spec.norm.kind == NormKind::LayerNorm && !options.as_paper)
                     .then_some(LAYER_NORM_MEAN_LIMIT),
+                centers: (!options.as_paper).then_some(options.centers),
             }),
             layers: Some(self.layers),
         }

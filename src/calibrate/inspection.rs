@@ -1,6 +1,6 @@
 //! The spectral profile of a checkpoint. Its serialized form is the JSON of `sigmascale inspect`.
 
-use super::profile::{HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
+use super::profile::{CenterProfile, HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
 use serde::Serialize;
 
 /// The profile. Numbers are null where q and k are normalized after the projection.
@@ -33,6 +33,9 @@ pub struct LayerInspection {
     pub bound_exact: Option<f64>,
     /// The worst-case bound: the same including rounding. Logit descales come from it.
     pub bound_rounded: Option<f64>,
+    /// What centers change; absent where keys have no constant part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub center: Option<CenterProfile>,
     /// Latent attention: what its cache needs. Absent without.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mla: Option<MlaProfile>,
@@ -119,6 +122,7 @@ impl LayerInspection {
             sigma_sum: profile.sigma_sum,
             bound_exact: statistics(|head| head.bound_exact).map(|bound| bound.max),
             bound_rounded: statistics(|head| head.bound_rounded).map(|bound| bound.max),
+            center: profile.center.clone(),
             mla: profile.mla.clone(),
             heads,
         }

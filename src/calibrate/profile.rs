@@ -1,13 +1,13 @@
 //! A calibration's result. Its serialized form is the JSON of `sigmascale calibrate`.
 
 use super::options::Options;
-use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};
+use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, LayerRanges, MlaBounds, OperandBound, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{
     AttentionSpec, Mla, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, require_attention_module,
 };
-use crate::plan::{Granularity, OperandDescales, ScalePlan};
+use crate::plan::{Center, CenterPolicy, CenteredLayer, Granularity, OperandDescales, ScalePlan, center_hash};
 use crate::scale::Descale;
 use crate::serving::{Engine, LayerScales, Operand, scale_file};
 use crate::spectral::{Estimator, HeadSpectrum, PowerEstimate, certified_inflation};
@@ -51,9 +51,23 @@ impl Profile {
             let module = require_attention_module(family, prefix, layer.number)?;
             let n_q_heads = layer.logit_descales.len();
             let OperandDescales { q, k, v, .. } = operands;
-            Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, n_q_heads })
+            Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, centered: None, n_q_heads })
         };
         self.layers.iter().flatten().filter_map(|layer| Some((layer, layer.operands()?))).map(scales).collect()
+    }
+
+    /// The center of every layer.
+    pub fn centers(&self) -> Vec<Center> {
+        let of = |layer: &LayerProfile| {
+            let (k, v) = layer.center.as_ref().map_or((None, None), |center| (center.c.clone(), center.m.clone()));
+            Center { layer: layer.layer, k, v }
+        };
+        self.layers.iter().flatten().map(of).collect()
+    }
+
+    /// What a cache depends on that these centers were subtracted from: see [`center_hash`].
+    pub fn center_hash(&self) -> String {
+        center_hash(&self.centers())
     }
 
     /// The file of scales of an export for vLLM, one scale per tensor. No engine reads it without the index
@@ -99,6 +113,9 @@ pub struct Method {
     /// Behind a LayerNorm, the largest `|mean| / sqrt(variance + epsilon)` of a token up to which bounds hold.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer_norm_mean_limit: Option<f64>,
+    /// Where centers of keys and values come from; absent under `as_paper`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub centers: Option<CenterPolicy>,
 }
 
 /// A model in a line.
@@ -199,12 +216,61 @@ pub struct LayerProfile {
     pub v_descale: Option<Vec<Descale>>,
     /// Of o.
     pub o_descale: Option<Vec<Descale>>,
+    /// What centers change; absent where keys have no constant part and nothing is subtracted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub center: Option<CenterProfile>,
     /// Latent attention: what its cache needs, where the rows above are those of the expanded form. Absent without.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mla: Option<MlaProfile>,
     /// The heads; absent under `as_paper`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heads: Option<Vec<HeadProfile>>,
+}
+
+/// What centers change in one layer: rows have an entry per KV head. Bounds are in exact arithmetic, descales cover rounding.
+#[derive(Clone, Debug, Serialize)]
+pub struct CenterProfile {
+    /// Largest constant of a rotation pair of keys, relative to the bound of k.
+    pub bias_share: Vec<f64>,
+    /// Bound of k at any position, which `k_descale` of the layer comes from.
+    pub k_bound: Vec<f64>,
+    /// Bound of k at the positions of the model.
+    pub k_position_bound: Vec<f64>,
+    /// Bound of k - c at these positions.
+    pub k_centered_bound: Vec<f64>,
+    /// Bound of v; null where there is none. So is the next.
+    pub v_bound: Option<Vec<f64>>,
+    /// Bound of v - m.
+    pub v_centered_bound: Option<Vec<f64>>,
+    /// The bounds hold at positions below this; null: at all.
+    pub positions: Option<usize>,
+    /// Descales that cover k - c. `k_descale` of the layer covers k.
+    pub k_centered_descale: Vec<Descale>,
+    /// Descales that cover v - m.
+    pub v_centered_descale: Option<Vec<Descale>>,
+    /// c, `d_head` values; null where nothing is subtracted. Elements are BF16 values.
+    pub c: Option<Vec<Vec<f32>>>,
+    /// m, `d_v` values.
+    pub m: Option<Vec<Vec<f32>>>,
+}
+
+impl CenterProfile {
+    pub(super) fn new(layer: CenteredLayer, bounds: &LayerBounds, ranges: &LayerRanges) -> Self {
+        let exact = |heads: &[OperandBound]| heads.iter().map(|bound| bound.exact).collect();
+        Self {
+            k_bound: exact(&bounds.k),
+            k_position_bound: ranges.k.iter().map(|head| head.plain().exact).collect(),
+            k_centered_bound: exact(&layer.k),
+            v_bound: bounds.v.as_deref().map(exact),
+            v_centered_bound: layer.v.as_deref().map(exact),
+            bias_share: layer.bias_share,
+            positions: layer.positions,
+            k_centered_descale: layer.k_descale,
+            v_centered_descale: layer.v_descale,
+            c: layer.center.k,
+            m: layer.center.v,
+        }
+    }
 }
 
 /// Latent attention in absorbed form: a cached row `[latent, k_pe]`, which the values are part of, and its query.

@@ -112,10 +112,7 @@ impl<'a> MlaGeometry<'a> {
             v: read(mla.d_value, weights.v, heads, &latent_gain, None)?,
             // `operators` gives as many as it was asked for.
             k_pe: k_pe.remove(0),
-            rotary: own.rope.as_ref().map(|rope| Rotary {
-                inv_freq: rope.inv_freq.clone(),
-                ..Rotary::new(rope, rope.rotary_dim, mla.d_rope)
-            }),
+            rotary: own.rope.as_ref().map(|rope| Rotary::own(rope, mla.d_rope)),
             rounding,
             latent_gain,
             fp8_inputs: spec.fp8_inputs,

@@ -53,7 +53,7 @@ pub use shards::fuzz_safetensors;
 pub use source::ModelSource;
 pub use spec::{
     AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope,
-    RopeLayout, Temperature,
+    RopeLayout, RopeRange, Temperature,
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};

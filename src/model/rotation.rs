@@ -1,11 +1,12 @@
 //! The rotary position embedding of every layer: layout, rotated share, attention factor and angles.
 //!
-//! Bounds need the first three. The angles are for a forward and the exact scan over positions, and are left out where
-//! they depend on the length of the sequence (dynamic scaling, LongRoPE).
+//! Bounds need the first three. The angles are for a forward, the exact scan over positions and centers, and are left out
+//! where they depend on the length of the sequence (dynamic scaling, LongRoPE); `range` then says how fast a pair turns at
+//! most.
 
 use super::families::{Count, Family, Pattern, RopeLayers, RopeRule, RotaryShare, TemperatureRule};
 use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};
-use super::spec::Rope;
+use super::spec::{Rope, RopeRange};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::f64::consts::PI;
@@ -70,12 +71,12 @@ impl<'a> Keys<'a> {
                 }
             }
             let angles = Angles { base, rotary_dim, max_positions };
-            let (mut attention_factor, mut inv_freq) = match settings {
+            let mut scaled = match settings {
                 Some(settings) => {
                     known_growth(settings.map)?;
                     angles.scaled(settings, *self, longrope_names)?
                 }
-                None => (1.0, angles.plain()),
+                None => Scaled::exact(1.0, angles.plain()),
             };
             // Releases differ on which of the two keys counts, or update one by the other: the largest factor covers all.
             for map in self.other_readings(settings)? {
@@ -90,18 +91,18 @@ impl<'a> Keys<'a> {
                     return Err(Error::format(self.file, rule));
                 }
                 let base = other.positive("rope_theta")?.or(base);
-                let (factor, other) = Angles { base, ..angles }.scaled(other, *self, longrope_names)?;
-                attention_factor = attention_factor.max(factor);
-                inv_freq = inv_freq.filter(|angles| other.as_ref() == Some(angles));
+                scaled = scaled.or(Angles { base, ..angles }.scaled(other, *self, longrope_names)?);
             }
-            if attention_factor != 1.0 && dims.len() > 1 {
+            if scaled.factor != 1.0 && dims.len() > 1 {
                 let rule = "a scaled rotation is refused if keys disagree on the number of rotated channels";
                 return Err(refuse(self.file, rule));
             }
-            if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
+            if scaled.angles.iter().chain(&scaled.fastest).flatten().any(|angle| !angle.is_finite()) {
                 return Err(Error::format(self.file, "the RoPE base and factors give angles that are not finite"));
             }
-            Ok(Rope { rotary_dim, other_dims: dims[1..].to_vec(), layout: *layout, attention_factor, inv_freq })
+            let (attention_factor, range) = (scaled.factor, scaled.range());
+            let other_dims = dims[1..].to_vec();
+            Ok(Rope { rotary_dim, other_dims, layout: *layout, attention_factor, inv_freq: scaled.angles, range })
         };
         let wide = |settings: Option<Keys<'a>>, base: Option<f64>, d_head: usize| -> Result<Rope> {
             let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
@@ -314,10 +315,54 @@ fn distinct(dims: impl IntoIterator<Item = usize>) -> Vec<usize> {
 
 /// A rotation that bounds either of two: they turn the same channels. The largest factor counts.
 fn either(a: &Rope, b: &Rope) -> Rope {
-    Rope {
-        attention_factor: a.attention_factor.max(b.attention_factor),
-        inv_freq: a.inv_freq.clone().filter(|_| a.inv_freq == b.inv_freq),
-        ..a.clone()
+    let scaled = Scaled::of(a).or(Scaled::of(b));
+    let range = scaled.range();
+    Rope { attention_factor: scaled.factor, inv_freq: scaled.angles, range, ..a.clone() }
+}
+
+/// A rotation as a forward takes it, and what else it may be by other readings of the config or at other lengths.
+struct Scaled {
+    /// Attention factor, the largest, and the smallest.
+    factor: f64,
+    least: f64,
+    /// Angles per position, where there is one set; the largest that they can be, where that is known.
+    angles: Option<Vec<f64>>,
+    fastest: Option<Vec<f64>>,
+    /// How many times `max_position_embeddings` engines take for the longest sequence.
+    stretch: f64,
+}
+
+impl Scaled {
+    fn exact(factor: f64, angles: Option<Vec<f64>>) -> Self {
+        Self { factor, least: factor, fastest: angles.clone(), angles, stretch: 1.0 }
+    }
+
+    fn of(rope: &Rope) -> Self {
+        let exact = Self::exact(rope.attention_factor, rope.inv_freq.clone());
+        match rope.range.clone() {
+            None => exact,
+            Some(RopeRange { fastest, least_factor, stretch }) => {
+                Self { fastest, least: least_factor, stretch, ..exact }
+            }
+        }
+    }
+
+    /// Either of two.
+    fn or(self, other: Self) -> Self {
+        let largest = |(a, b): (Vec<f64>, Vec<f64>)| a.into_iter().zip(b).map(|(a, b)| a.max(b)).collect();
+        Self {
+            factor: self.factor.max(other.factor),
+            least: self.least.min(other.least),
+            angles: self.angles.filter(|angles| other.angles.as_ref() == Some(angles)),
+            fastest: self.fastest.zip(other.fastest).map(largest),
+            stretch: self.stretch.max(other.stretch),
+        }
+    }
+
+    fn range(&self) -> Option<RopeRange> {
+        let exact = self.angles == self.fastest && self.least == self.factor && self.stretch == 1.0;
+        let range = RopeRange { fastest: self.fastest.clone(), least_factor: self.least, stretch: self.stretch };
+        (!exact).then_some(range)
     }
 }
 
@@ -337,54 +382,70 @@ impl Angles {
         Some((0..self.rotary_dim / 2).map(|b| base.powf(-2.0 * b as f64 / dim)).collect())
     }
 
-    /// Attention factor and angles of a scaled rotation.
-    fn scaled(&self, settings: Keys<'_>, config: Keys<'_>, longrope_names: &[&str]) -> Result<(f64, Option<Vec<f64>>)> {
+    /// A scaled rotation.
+    fn scaled(&self, settings: Keys<'_>, config: Keys<'_>, longrope_names: &[&str]) -> Result<Scaled> {
         let kind = match settings.text("rope_type")? {
             Some(kind) => kind,
             None => settings.text("type")?.unwrap_or("default"),
         };
         let kind = if longrope_names.contains(&kind) { "longrope" } else { kind };
-        let (mut factor, mut angles) = self.scaled_by(kind, settings, config)?;
+        let mut scaled = self.scaled_by(kind, settings, config)?;
         if kind != "default" {
             // Phi-MoE: one within the original length, the other beyond it. In other families some engines take them and some
             // do not. The largest covers all.
             let scales = [settings.positive("short_mscale")?, settings.positive("long_mscale")?];
-            factor = scales.into_iter().flatten().fold(factor, f64::max);
-            angles = angles.filter(|_| scales[0] == scales[1]);
+            for factor in scales.into_iter().flatten() {
+                (scaled.factor, scaled.least) = (scaled.factor.max(factor), scaled.least.min(factor));
+            }
+            scaled.angles = scaled.angles.filter(|_| scales[0] == scales[1]);
         }
         // Pairs that turn by different axes of a position have no one set of angles; bounds hold for any.
         let several_axes = settings.get("mrope_section").is_some();
-        Ok((checked(settings, factor)?, angles.filter(|_| !several_axes)))
+        scaled.angles = scaled.angles.filter(|_| !several_axes);
+        checked(settings, scaled.factor)?;
+        Ok(scaled)
     }
 
-    fn scaled_by(&self, kind: &str, settings: Keys<'_>, config: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
+    fn scaled_by(&self, kind: &str, settings: Keys<'_>, config: Keys<'_>) -> Result<Scaled> {
         match kind {
-            "mrope" if settings.get("mrope_section").is_some() => Ok((1.0, None)),
-            "default" => Ok((1.0, self.plain())),
+            "mrope" if settings.get("mrope_section").is_some() => Ok(Scaled::exact(1.0, self.plain())),
+            "default" => Ok(Scaled::exact(1.0, self.plain())),
             "linear" => {
                 let factor = required(settings, "factor")?;
-                Ok((1.0, self.plain().map(|angles| angles.into_iter().map(|w| w / factor).collect())))
+                let angles = self.plain().map(|angles| angles.into_iter().map(|w| w / factor).collect());
+                Ok(Scaled { stretch: factor.max(1.0), ..Scaled::exact(1.0, angles) })
             }
             "proportional" => {
                 let share = settings.positive("partial_rotary_factor")?.unwrap_or(1.0);
                 let factor = settings.positive("factor")?.unwrap_or(1.0);
                 let turned = (share * self.rotary_dim as f64 / 2.0).floor() as usize;
                 let angle = |(b, w): (usize, f64)| if b < turned { w / factor } else { 0.0 };
-                Ok((1.0, self.plain().map(|angles| angles.into_iter().enumerate().map(angle).collect())))
+                let angles = self.plain().map(|angles| angles.into_iter().enumerate().map(angle).collect());
+                Ok(Scaled { stretch: factor.max(1.0), ..Scaled::exact(1.0, angles) })
             }
             "dynamic" => match settings.positive("alpha")? {
                 // HunYuan: one larger base for every length.
                 Some(alpha) => {
                     let dim = self.rotary_dim as f64;
                     let base = self.base.map(|base| base * alpha.powf(dim / (dim - 2.0)));
-                    Ok((1.0, Self { base, ..*self }.plain()))
+                    let stretch = settings.positive("factor")?.unwrap_or(1.0).max(1.0);
+                    Ok(Scaled { stretch, ..Scaled::exact(1.0, Self { base, ..*self }.plain()) })
                 }
-                // The base moves with the length of the sequence, so there is no one set of angles.
-                None => Ok((1.0, None)),
+                // The base grows with the length of the sequence, so there is no one set of angles.
+                None => {
+                    let stretch = settings.positive("factor")?.unwrap_or(1.0).max(1.0);
+                    Ok(Scaled { angles: None, stretch, ..Scaled::exact(1.0, self.plain()) })
+                }
             },
-            "llama3" => Ok((1.0, self.llama3(settings, config)?)),
+            "llama3" => {
+                let angles = self.llama3(settings, config)?;
+                Ok(Scaled { fastest: angles.clone().or_else(|| self.plain()), ..Scaled::exact(1.0, angles) })
+            }
             "yarn" => self.yarn(settings, config),
-            "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
+            "longrope" => {
+                let (factor, least) = self.longrope_factor(settings, config)?;
+                Ok(Scaled { least, ..Scaled::exact(factor, None) })
+            }
             other => {
                 let rule = format_args!(
                     "unknown `rope_type` `{}`: expected default, linear, proportional, dynamic, llama3, yarn, longrope, \
@@ -424,7 +485,7 @@ impl Angles {
         Ok(self.plain().map(|angles| angles.into_iter().map(scale).collect()))
     }
 
-    fn yarn(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
+    fn yarn(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<Scaled> {
         let stated = settings.positive("factor")?;
         let mut originals = self.originals(settings, config)?;
         if originals.is_empty() {
@@ -446,14 +507,27 @@ impl Angles {
             (Some(m), None) => magnitude(*factor, m).max(magnitude(*factor, 1.0)),
             _ => magnitude(*factor, 1.0),
         };
-        let attention_factor = match settings.positive("attention_factor")? {
-            Some(factor) => factor,
-            None => factors
-                .iter()
-                .map(by)
-                .try_fold(0.0, |most: f64, factor| checked(settings, factor).map(|f| most.max(f)))?,
+        let (attention_factor, least) = match settings.positive("attention_factor")? {
+            Some(factor) => (factor, factor),
+            None => {
+                let by = factors.iter().map(by).map(|factor| checked(settings, factor));
+                by.collect::<Result<Vec<_>>>()?
+                    .into_iter()
+                    .fold((0.0, f64::INFINITY), |(most, least): (f64, f64), factor| {
+                        (most.max(factor), least.min(factor))
+                    })
+            }
         };
-        let (Some(angles), &[original]) = (self.plain(), &originals[..]) else { return Ok((attention_factor, None)) };
+        // By one factor or another a pair turns no faster than it did before.
+        let stretching = factors.iter().all(|factor| *factor >= 1.0);
+        let stretch = factors.iter().copied().fold(1.0, f64::max);
+        let unsure = |angles: Option<Vec<f64>>| Scaled {
+            fastest: self.plain().filter(|_| stretching),
+            least,
+            stretch,
+            ..Scaled::exact(attention_factor, angles)
+        };
+        let (Some(angles), &[original]) = (self.plain(), &originals[..]) else { return Ok(unsure(None)) };
         let base = self.base.unwrap_or(1.0);
         let fast = settings.positive("beta_fast")?.unwrap_or(32.0);
         let slow = settings.positive("beta_slow")?.unwrap_or(1.0);
@@ -474,12 +548,17 @@ impl Angles {
         };
         let angles: Vec<f64> = angles.into_iter().enumerate().map(scale).collect();
         // A base of 1 leaves no pair to interpolate between; the bounds do not need the angles.
-        Ok((attention_factor, angles.iter().all(|w| w.is_finite()).then_some(angles)))
+        let angles = angles.iter().all(|w| w.is_finite()).then_some(angles);
+        if factors.iter().any(|other| *other != factor) {
+            return Ok(unsure(angles));
+        }
+        Ok(Scaled { stretch, ..Scaled::exact(attention_factor, angles) })
     }
 
-    fn longrope_factor(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<f64> {
+    /// The largest and the smallest.
+    fn longrope_factor(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<(f64, f64)> {
         if let Some(factor) = settings.positive("attention_factor")? {
-            return Ok(factor);
+            return Ok((factor, factor));
         }
         let Some(max) = self.max_positions else {
             return Err(Error::format(settings.file, "`max_position_embeddings` is missing, which LongRoPE needs"));
@@ -501,7 +580,8 @@ impl Angles {
                 largest = largest.max((1.0 + factor.ln() / (original as f64).ln()).sqrt());
             }
         }
-        Ok(largest)
+        // It may be that of no stretch.
+        Ok((largest, 1.0))
     }
 }
 

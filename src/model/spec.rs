@@ -221,6 +221,13 @@ impl LayerSpec {
         if angles.is_some_and(|w| w.len() != rope.rotary_dim / 2 || w.iter().any(|w| !w.is_finite())) {
             return Err(format!("`inv_freq` needs {} finite angles", rope.rotary_dim / 2));
         }
+        if let Some(range) = &rope.range {
+            let fits = |w: &Vec<f64>| w.len() == rope.rotary_dim / 2 && w.iter().all(|w| w.is_finite());
+            let factor = is_positive(range.least_factor) && range.least_factor <= rope.attention_factor;
+            if !range.fastest.iter().all(fits) || !factor || !(range.stretch.is_finite() && range.stretch >= 1.0) {
+                return Err(format!("`range` of a rotation does not fit it: {range:?}"));
+            }
+        }
         Ok(())
     }
 }
@@ -315,6 +322,12 @@ impl AttentionSpec {
             Some(own) => format!("{} layer {}", self.name, own.number),
             None => self.name.clone(),
         }
+    }
+
+    /// Positions that a layer's sequences have at most, as engines read the config; `None` where it names no longest one.
+    pub fn positions_of(&self, layer: &LayerSpec) -> Option<usize> {
+        let stretch = layer.rope.as_ref().and_then(|rope| rope.range.as_ref()).map_or(1.0, |range| range.stretch);
+        Some((self.max_positions? as f64 * stretch).ceil() as usize)
     }
 
     /// Whether a layer has multi-head latent attention.
@@ -422,6 +435,20 @@ pub struct Rope {
     /// Angle per position of each of the `rotary_dim / 2` pairs, where the config determines it. Bounds do not need
     /// it; the exact scan over positions and a forward do.
     pub inv_freq: Option<Vec<f64>>,
+    /// What else angles and factor may be; `None`: they are as they stand, up to the config's longest sequence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range: Option<RopeRange>,
+}
+
+/// What a rotation may be where the length of the sequence, the axes of a position or the reading of the config decide.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RopeRange {
+    /// Largest angle per position of each pair, where known.
+    pub fastest: Option<Vec<f64>>,
+    /// Smallest factor on cos and sin.
+    pub least_factor: f64,
+    /// Engines take sequences of this many times the config's longest.
+    pub stretch: f64,
 }
 
 /// Pairing of rotated channels.
@@ -469,12 +496,21 @@ impl Rope {
         [self.rotary_dim].into_iter().chain(self.other_dims.iter().copied())
     }
 
+    /// Largest angle per position of each pair, where known.
+    pub fn fastest(&self) -> Option<&[f64]> {
+        match &self.range {
+            Some(range) => range.fastest.as_deref(),
+            None => self.inv_freq.as_deref(),
+        }
+    }
+
     /// The rotated pairs, as channel indices of a head of `d_head`.
     ///
     /// ```
     /// use sigmascale::model::{Rope, RopeLayout};
     /// let rope =
-    ///     Rope { rotary_dim: 4, other_dims: vec![], layout: RopeLayout::HalfSplit, attention_factor: 1.0, inv_freq: None };
+    ///     Rope { rotary_dim: 4, other_dims: vec![], layout: RopeLayout::HalfSplit, attention_factor: 1.0, inv_freq: None,
+    ///            range: None };
     /// assert_eq!(rope.pairs().collect::<Vec<_>>(), [(0, 2), (1, 3)]);
     /// ```
     pub fn pairs(&self) -> impl Iterator<Item = (usize, usize)> + '_ {

@@ -17,6 +17,7 @@ fn bounds(layer: usize) -> LayerBounds {
         q: [10.0, 20.0, 40.0, 30.0].map(operand).to_vec(),
         k: [5.0, 6.0].map(operand).to_vec(),
         v: Some([7.0, 8.0].map(operand).to_vec()),
+        m: None,
     }
 }
 

@@ -1,9 +1,11 @@
 //! A runtime between two steps, and the file that holds it.
 
+use super::means::RunningMeans;
 use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
+use crate::file::fnv1a;
 use crate::model::AttentionSpec;
-use crate::plan::ScalePlan;
+use crate::plan::{CenterPolicy, ScalePlan};
 use crate::policy::PolicyState;
 use crate::spectral::{Estimator, PowerState};
 use serde::{Deserialize, Serialize};
@@ -34,6 +36,9 @@ pub struct RuntimeState {
     pub tail: Tail,
     /// Where the norms come from.
     pub estimator: Estimator,
+    /// Centers of keys and values.
+    #[serde(default = "no_centers")]
+    pub centers: CenterPolicy,
     /// Singular vectors, with [`Estimator::Power`].
     pub power: Option<PowerState>,
     /// What the policy knows.
@@ -53,6 +58,13 @@ pub struct LayerState {
     pub bounds: Option<LayerBounds>,
     /// The caller's version of the weights that they were computed from.
     pub weights_version: Option<u64>,
+    /// What keys and values have been on average.
+    #[serde(default)]
+    pub means: RunningMeans,
+}
+
+fn no_centers() -> CenterPolicy {
+    CenterPolicy::NONE
 }
 
 pub(super) fn check_version(version: u32) -> Result<()> {
@@ -141,11 +153,6 @@ impl RuntimeState {
         }
         Ok(state)
     }
-}
-
-/// 64-bit FNV-1a: finds damage, not malice.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, b| (hash ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// Puts a new file in the place of an old one, all or nothing.

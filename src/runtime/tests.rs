@@ -373,3 +373,90 @@ fn updates_and_overflows_are_events_with_fields() {
     assert!(line(&["WARN", "overflow", "delayed-paper", "tensor=\"k\""]), "{text}");
     assert!(!line(&["WARN", " overflow ", "tensor=\"logit\""]), "logits stay in f32: {text}");
 }
+
+/// Means are a center once the burn-in is over, plans then cover what it leaves, and a resumed runtime goes on with the same.
+#[test]
+fn a_center_of_means_is_frozen_after_the_burn_in() {
+    use crate::plan::{CenterPolicy, CenterSource};
+    let spec = spec();
+    let layers = layers(&spec, 1);
+    let centers = CenterPolicy { k: CenterSource::Mean, v: CenterSource::Mean, burn_in: 8, ..CenterPolicy::NONE };
+    let with = RuntimeConfig { centers, ..config(PolicyKind::Geometry) };
+    let mut runtime = Runtime::new(&spec, with).unwrap();
+    let mut plain = Runtime::new(&spec, config(PolicyKind::Geometry)).unwrap();
+    let offset = |step: usize| {
+        let mut operands = Operands::new(step);
+        operands.k.iter_mut().for_each(|x| *x += 3.0);
+        operands.v.iter_mut().for_each(|x| *x -= 1.0);
+        operands
+    };
+    let mut last = None;
+    for step in 0..4 {
+        let operands = offset(step);
+        let weights = || if step == 0 { Weights::Changed(layers[0].weights()) } else { Weights::Unchanged };
+        let have = runtime.step(operands.step(0, weights()), &Cpu).unwrap();
+        let want = plain.step(operands.step(0, weights()), &Cpu).unwrap();
+        // Five tokens a step.
+        assert_eq!(have.center.is_none(), step < 2, "{step}");
+        let (k, plain_k) = (&have.plan.operands.k, &want.plan.operands.k);
+        assert!(if step < 2 { k == plain_k } else { k[0] > plain_k[0] }, "a mean may be anywhere: |c| is covered");
+        assert!(have.output.stats.k.iter().chain(&have.output.stats.o).all(|cast| cast.overflow == 0));
+        for (have, want) in have.output.out.iter().zip(&want.output.out) {
+            assert!((have - want).abs() < 0.1, "{step}: {have} {want}");
+        }
+        for (have, want) in have.output.lse.iter().zip(&want.output.lse) {
+            assert!((have - want).abs() < 0.2, "{step}: {have} {want}");
+        }
+        if step > 2 {
+            assert_eq!(Some(&have.center), last.as_ref());
+        }
+        last = Some(have.center);
+    }
+    let center = last.unwrap();
+    assert!(center.c(0).unwrap().iter().all(|c| (c - 3.0).abs() < 1.0), "{center:?}");
+    let state = runtime.state();
+    let state: RuntimeState = serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap();
+    let mut resumed = Runtime::resume(&spec, with, state.clone()).unwrap();
+    resumed.update_weights(0, Weights::Changed(layers[0].weights())).unwrap();
+    assert_eq!(resumed.center(0).unwrap(), center);
+    assert_eq!(resumed.plan(0, None).unwrap(), runtime.plan(0, None).unwrap());
+    assert!(Runtime::resume(&spec, config(PolicyKind::Geometry), state).unwrap_err().is_mismatch());
+    // Bounds of the caller's own say nothing about positions: |c| is added.
+    let bounds = bounds_of(&spec, layers[0].weights(), &Tail::default()).unwrap();
+    resumed.update_weights(0, Weights::Bounded(bounds.clone())).unwrap();
+    let largest = center.c(0).unwrap().iter().fold(0.0, |a: f32, c| a.max(c.abs()));
+    let covered = f64::from(resumed.plan(0, None).unwrap().operands.k[0].get()) * 448.0;
+    assert!(covered >= bounds.k[0].rounded + f64::from(largest));
+    assert!(runtime.center(7).unwrap_err().is_argument());
+}
+
+/// A key bias under rotation: the plan's scale of keys is that of what is left.
+#[test]
+fn a_center_of_the_weights_lowers_the_scale_of_keys() {
+    use crate::plan::CenterPolicy;
+    let mut spec = spec();
+    spec.bias.k = true;
+    spec.max_positions = Some(16);
+    let rope = spec.layers[0].rope.as_mut().unwrap();
+    rope.inv_freq = Some((0..rope.rotary_dim / 2).map(|i| 1e-4 * 0.5f64.powi(i as i32)).collect());
+    let layers = layers(&spec, 1);
+    let biased = || {
+        let mut weights = layers[0].weights();
+        let r = spec.layers[0].d_head * spec.layers[0].n_kv_heads;
+        weights.k.bias = Some((0..r).map(|i| if i % 5 == 0 { 200.0 } else { 0.0 }).collect());
+        weights
+    };
+    let plan = |centers| {
+        let mut runtime = Runtime::new(&spec, RuntimeConfig { centers, ..config(PolicyKind::Geometry) }).unwrap();
+        runtime.update_weights(0, Weights::Changed(biased())).unwrap();
+        (runtime.plan(0, None).unwrap(), runtime.center(0).unwrap())
+    };
+    let ((plain, none), (centered, center)) = (plan(CenterPolicy::NONE), plan(CenterPolicy::CACHE));
+    assert!(none.is_none() && center.v.is_none());
+    assert_eq!(center.c(0).map(|c| (c[0] - 200.0).abs() < 1.0), Some(true));
+    for (centered, plain) in centered.operands.k.iter().zip(&plain.operands.k) {
+        assert!(centered.get() < 0.7 * plain.get(), "{centered:?} {plain:?}");
+    }
+    assert_eq!(centered.operands.q, plain.operands.q);
+    assert_eq!(centered.operands.v, plain.operands.v);
+}

@@ -8,7 +8,7 @@ use super::settings::{HF_QUANT, Settings, hf_quant_config};
 use crate::error::{Error, Result};
 use crate::file::{place_of, write_folder, write_new};
 use crate::model::{Checkpoint, INDEX, WeightFiles};
-use crate::plan::OperandDescales;
+use crate::plan::{CenterPolicy, OperandDescales, center_hash};
 use crate::scale::Descale;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -66,8 +66,63 @@ pub struct Certificate {
     pub safe: bool,
     /// What to know before serving.
     pub notes: Vec<String>,
+    /// What may be subtracted from keys and values before their cast; absent where the weights give nothing to subtract.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub centers: Option<CenterCertificate>,
     /// The layers with attention.
     pub layers: Vec<LayerCertificate>,
+}
+
+/// Centers of a model, for engines that subtract them. The stored scales cover k and v as they are; these cover what is left.
+#[derive(Clone, Debug, Serialize)]
+pub struct CenterCertificate {
+    /// Where they come from.
+    pub policy: CenterPolicy,
+    /// What a cache with these centers depends on: see [`center_hash`].
+    pub hash: String,
+    /// The layers that have one.
+    pub layers: Vec<LayerCenters>,
+}
+
+/// The center of one layer. Rows have an entry per KV head.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerCenters {
+    /// The model's own number.
+    pub layer: usize,
+    /// Module that holds the layer's attention.
+    pub module: String,
+    /// c, BF16 values.
+    pub k: Option<Vec<Vec<f32>>>,
+    /// m, likewise.
+    pub v: Option<Vec<Vec<f32>>>,
+    /// Scales that cover k - c, rounded up to BF16.
+    pub k_scale: Vec<Descale>,
+    /// Scales that cover v - m; null where values have no bound.
+    pub v_scale: Option<Vec<Descale>>,
+    /// The scales of k hold at positions below this; null: at all.
+    pub positions: Option<usize>,
+}
+
+impl CenterCertificate {
+    fn new(layers: &[LayerScales]) -> Result<Option<Self>> {
+        let centered = || layers.iter().filter_map(|layer| Some((layer, layer.centered.as_ref()?)));
+        let hash = center_hash(&centered().map(|(_, own)| own.center.clone()).collect::<Vec<_>>());
+        let layers = centered().map(|(layer, own)| {
+            let up = |row: &[Descale]| row.iter().map(|scale| scale.up_to_bf16()).collect::<Result<Vec<_>>>();
+            let within = |error: Error| error.within(&layer.module);
+            Ok(LayerCenters {
+                layer: layer.layer,
+                module: layer.module.clone(),
+                k: own.center.k.clone(),
+                v: own.center.v.clone(),
+                k_scale: up(&own.k_descale).map_err(within)?,
+                v_scale: own.v_descale.as_deref().map(up).transpose().map_err(within)?,
+                positions: own.positions,
+            })
+        });
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        Ok((!layers.is_empty()).then_some(Self { policy: CenterPolicy::CACHE, hash, layers }))
+    }
 }
 
 /// One layer.
@@ -271,7 +326,7 @@ impl Certificate {
                 OperandCertificate::new(vec![1.0], needed(false), true)
             }))
         };
-        let prefill = prefill_notes(layers);
+        let (prefill, centers) = (prefill_notes(layers), CenterCertificate::new(layers)?);
         let layers = layers
             .iter()
             .map(|layer| {
@@ -295,6 +350,7 @@ impl Certificate {
             scales_file: reads.any().then_some(SCALES_FILE),
             safe,
             notes: [notes(&layers, options, reads, method), prefill].concat(),
+            centers,
             layers,
         })
     }

@@ -17,7 +17,10 @@ mod stream;
 mod verify;
 
 pub use engine::{Engine, Operand};
-pub use export::{Certificate, Export, ExportOptions, LayerCertificate, OperandCertificate, SCALES_FILE, export};
+pub use export::{
+    CenterCertificate, Certificate, Export, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate,
+    SCALES_FILE, export,
+};
 pub use scales::{LayerScales, scale_file};
 pub use stream::{Refit, ScaleStream, refit};
 pub use verify::{Audit, AuditEntry, LayerAudit, ScaleVerdict, verify};

@@ -5,7 +5,7 @@ use crate::bound::{LayerBounds, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, NormKind, require_attention_module};
-use crate::plan::{Granularity, OperandDescales, ScalePlan};
+use crate::plan::{CenterPolicy, CenteredLayer, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use safetensors::tensor::{Dtype, TensorView};
 use serde::Serialize;
@@ -31,6 +31,9 @@ pub struct LayerScales {
     /// Latent attention: q, k and v of each head, as prefill has them. `None` without.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expanded: Option<OperandDescales>,
+    /// The center that the weights give and the scales of what is cast with it. `None` where nothing is subtracted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub centered: Option<CenteredLayer>,
     /// Query heads.
     #[serde(skip)]
     pub n_q_heads: usize,
@@ -40,7 +43,7 @@ impl LayerScales {
     /// The scales of a layer by its weights: the operand descales of a calibration, without its logit bounds.
     ///
     /// # Errors
-    /// As [`LayerGeometry::new`] and [`LayerBounds::operands`]; with latent attention as [`MlaBounds::operands`].
+    /// As [`LayerGeometry::new`], [`LayerBounds::operands`] and [`CenteredLayer::new`]; with latent attention as [`MlaBounds::operands`].
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
         let index = weights.layer;
         let own = spec.layer(index)?;
@@ -60,11 +63,15 @@ impl LayerScales {
                 k: row.clone(),
                 v: Some(row),
                 expanded,
+                centered: None,
                 n_q_heads,
             });
         }
-        let OperandDescales { q, k, v, .. } = descales(&LayerBounds::operands(&LayerGeometry::new(spec, weights)?)?)?;
-        Ok(Self { layer, module, q, k, v, expanded: None, n_q_heads })
+        let (bounds, ranges) = LayerBounds::operands_and_ranges(spec, &LayerGeometry::new(spec, weights)?)?;
+        let centered = CenteredLayer::new(spec, &bounds, &ranges, &CenterPolicy::CACHE).map_err(within)?;
+        let centered = Some(centered).filter(|layer| !layer.center.is_none());
+        let OperandDescales { q, k, v, .. } = descales(&bounds)?;
+        Ok(Self { layer, module, q, k, v, expanded: None, centered, n_q_heads })
     }
 
     /// The scales of a layer whose descales were computed elsewhere: one a KV head, as a [scale
@@ -98,7 +105,7 @@ impl LayerScales {
                 if bounded { " and v" } else { ", and none for v" },
             )));
         }
-        Ok(Self { layer: own.number, module, q, k, v, expanded: None, n_q_heads: own.n_q_heads })
+        Ok(Self { layer: own.number, module, q, k, v, expanded: None, centered: None, n_q_heads: own.n_q_heads })
     }
 
     /// The row of an operand.

@@ -35,7 +35,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
 
 pub fn rope(rotary_dim: usize, layout: RopeLayout, theta: f64) -> Rope {
     let inv_freq = (0..rotary_dim / 2).map(|b| theta.powf(-2.0 * b as f64 / rotary_dim as f64)).collect();
-    Rope { rotary_dim, other_dims: vec![], layout, attention_factor: 1.0, inv_freq: Some(inv_freq) }
+    Rope { rotary_dim, other_dims: vec![], layout, attention_factor: 1.0, inv_freq: Some(inv_freq), range: None }
 }
 
 pub fn gaussian(rows: usize, cols: usize, rng: &mut StdRng) -> DMatrix<f64> {

@@ -74,7 +74,7 @@ fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
         }
     };
     let heads = (0..n_q).map(|_| head(rng)).collect();
-    LayerBounds { layer, heads, q, k, v: Some(operands(n_kv, rng)) }
+    LayerBounds { layer, heads, q, k, v: Some(operands(n_kv, rng)), m: None }
 }
 
 /// What a call might leave; `share` of each worst-case bound is reached, more when something is planted.

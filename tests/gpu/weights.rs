@@ -149,6 +149,7 @@ impl Case {
             layout,
             attention_factor: self.rope_factor,
             inv_freq: None,
+            range: None,
         };
         spec.layers[0].rope = (self.rotary > 0).then_some(rope);
         spec.layers[0].temperature = self.temperature;

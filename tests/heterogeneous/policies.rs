@@ -23,7 +23,7 @@ fn bounds(layer: usize, (n_q, n_kv): (usize, usize), rng: &mut StdRng) -> LayerB
         rank_aware: Some(bound.rounded),
         ..HeadBounds::default()
     };
-    LayerBounds { layer, heads: logits.into_iter().map(head).collect(), q, k, v }
+    LayerBounds { layer, heads: logits.into_iter().map(head).collect(), q, k, v, m: None }
 }
 
 /// What a call might report: mostly a part of each bound, at times past it.

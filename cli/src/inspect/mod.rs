@@ -2,6 +2,7 @@
 
 pub mod page;
 
+use super::centers;
 use super::html::Made;
 use super::mla;
 use super::model::{Model, headline};
@@ -94,5 +95,7 @@ fn table(inspection: &Inspection) -> String {
         let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?)));
         out = out + "\n" + &mla::table(rows);
     }
+    let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?)));
+    out.push_str(&centers::table(Options::default().centers.k, rows));
     out + "\n" + &wrapped(page::BOUNDS, "", 118)
 }

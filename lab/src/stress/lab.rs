@@ -13,7 +13,6 @@ use sigmascale::model::AttentionSpec;
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, ScaledTensor};
 use sigmascale::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
-use sigmascale::spectral::Estimator;
 
 /// A plan that changes nothing, for calls that cast nothing.
 pub(crate) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
@@ -137,7 +136,7 @@ impl<'a> Lab<'a> {
         tail: Tail,
     ) -> Result<Self> {
         let run = |&policy: &PolicyConfig| {
-            let runtime = Runtime::new(spec, RuntimeConfig { policy, tail, estimator: Estimator::Gram })?;
+            let runtime = Runtime::new(spec, RuntimeConfig { tail, ..policy.into() })?;
             let burn_in = if let PolicyConfig::AutoC(config) = policy { config.burn_in as usize } else { 0 };
             Ok(Run { kind: policy.kind(), runtime, burn_in, tally: Tally::default(), failed: None })
         };

@@ -184,7 +184,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
 /// The observing policies read no bound, only the shape.
 fn no_bounds(layer: usize) -> LayerBounds {
     let none = OperandBound { exact: f64::INFINITY, rounded: f64::INFINITY };
-    LayerBounds { layer, heads: vec![HeadBounds::default()], q: vec![none], k: vec![none], v: None }
+    LayerBounds { layer, heads: vec![HeadBounds::default()], q: vec![none], k: vec![none], v: None, m: None }
 }
 
 fn stats(step: &ReplayStep, layer: usize) -> StepStats {

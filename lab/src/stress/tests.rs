@@ -307,10 +307,11 @@ fn utilization_uses_the_descale_of_each_heads_group() {
         q: vec![sigmascale::bound::OperandBound { exact: 1.0, rounded: 1.0 }; 4],
         k: vec![sigmascale::bound::OperandBound { exact: 1.0, rounded: 1.0 }; 2],
         v: None,
+        m: None,
     };
     let report = policy.observe(&plan, &bounds, &stats).unwrap();
-    let output = sigmascale::attention::AttentionOutput { out: vec![], lse: vec![], stats };
-    let outcome = StepOutcome { plan, output, report, recomputed: false };
+    let output = sigmascale::attention::AttentionOutput { out: vec![], lse: vec![], centered: None, sums: None, stats };
+    let outcome = StepOutcome { plan, center: sigmascale::plan::Center::none(0), output, report, recomputed: false };
     let seen = look(Mode::Operands, &shape, &outcome);
     assert_eq!(seen.utilization, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
     assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));

@@ -9,7 +9,6 @@ use sigmascale::bound::Tail;
 use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::runtime::RuntimeConfig;
-use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 
 /// What a run is made from.
@@ -134,7 +133,7 @@ impl TrainOptions {
 
     /// What the run's runtime is made from, if it has one.
     pub(super) fn runtime(&self) -> Option<RuntimeConfig> {
-        self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail, estimator: Estimator::Gram })
+        self.policy.map(|policy| RuntimeConfig { tail: self.tail, ..policy.into() })
     }
 
     /// That of a layer's call in a step, which stochastic rounding has its own bits for.

@@ -12,7 +12,6 @@ use sigmascale::attention::{Attention, AttentionCall, AttentionShape, BackwardPr
 use sigmascale::model::{AttentionSpec, LayerWeights};
 use sigmascale::policy::{PolicyConfig, Report};
 use sigmascale::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
-use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 use std::path::Path;
 
@@ -106,7 +105,7 @@ impl Trainer {
     pub fn shadow(&mut self, policies: &[PolicyConfig]) -> Result<()> {
         let tail = self.options.tail;
         for &policy in policies {
-            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { policy, tail, estimator: Estimator::Gram })?);
+            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { tail, ..policy.into() })?);
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::model::{Rope, RopeLayout};
+use crate::plan::Center;
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
@@ -19,6 +20,7 @@ fn rope() -> Rope {
         layout: RopeLayout::HalfSplit,
         attention_factor: 1.0,
         inv_freq: Some((0..8).map(|i| 0.5f64.powi(i)).collect()),
+        range: None,
     }
 }
 
@@ -67,12 +69,13 @@ fn appended_tokens_are_the_casts_of_rotated_ones() {
             cu_seqlens.push(cu_seqlens[s] + n);
         }
         let new = NewTokens { k: &new_k, v: &new_v, cu_seqlens: &cu_seqlens };
-        let out = cache.append(&over(&pages, &have), &new, &descales(), Some(&rope()), OnOverflow::Saturate).unwrap();
+        let out =
+            cache.append(&over(&pages, &have), &new, &descales(), (Some(&rope()), None), OnOverflow::Saturate).unwrap();
         counts += out.k[1].count;
         have = out.lengths;
     }
     assert_eq!(counts, (total * 32) as u64);
-    let gathered = cache.gather(&over(&pages, &lengths), &descales()).unwrap();
+    let gathered = cache.gather(&over(&pages, &lengths), &descales(), None).unwrap();
     assert_eq!(gathered.cu_seqlens, [0, 33, 33, 97]);
     let cast = |x: f32, descale: f32| {
         Format::E4m3.round(x * Descale::new(descale).unwrap().quant_scale().get(), OnOverflow::Saturate) * descale
@@ -106,8 +109,8 @@ fn attention_over_pages_is_attention_over_rows() {
     let cu_seqlens_k = [0, 70, 87, 88];
     let mut cache = PagedKv::new(SHAPE).unwrap();
     let new = NewTokens { k: &k, v: &v, cu_seqlens: &cu_seqlens_k };
-    cache.append(&over(&pages, &[0; 3]), &new, &descales(), None, OnOverflow::Saturate).unwrap();
-    let gathered = cache.gather(&over(&pages, &lengths), &descales()).unwrap();
+    cache.append(&over(&pages, &[0; 3]), &new, &descales(), (None, None), OnOverflow::Saturate).unwrap();
+    let gathered = cache.gather(&over(&pages, &lengths), &descales(), None).unwrap();
     assert_eq!(gathered.cu_seqlens, cu_seqlens_k);
     for cu_seqlens_q in [[0, 1, 2, 3], [0, 4, 8, 9], [0, 50, 67, 67]] {
         let shape = AttentionShape { d_v: 24, ..shape(4, 2, cu_seqlens_q[3], total, 32) };
@@ -139,7 +142,7 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     let mut append = |pages: &[i32], lengths: &[usize], cu_seqlens: &[usize], k: &[f32], operands: &OperandDescales| {
         let table = BlockTable { pages, pages_per_sequence: 1, lengths };
         let new = NewTokens { k, v: &v, cu_seqlens };
-        let error = cache.append(&table, &new, operands, None, OnOverflow::Saturate).unwrap_err().to_string();
+        let error = cache.append(&table, &new, operands, (None, None), OnOverflow::Saturate).unwrap_err().to_string();
         assert_eq!(cache, before);
         error
     };
@@ -178,5 +181,62 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     assert!(PagedKv::new(PageShape { pages: usize::MAX, ..SHAPE }).unwrap_err().is_argument());
     // Shared pages may be read.
     let table = BlockTable { pages: &[3, 3], pages_per_sequence: 1, lengths: &[16, 9] };
-    assert_eq!(cache.gather(&table, &good).unwrap().cu_seqlens, [0, 16, 25]);
+    assert_eq!(cache.gather(&table, &good, None).unwrap().cu_seqlens, [0, 16, 25]);
+}
+
+/// A cache with a center holds the casts of what is left, in chunks or at once, and gives back what a dense call sees.
+#[test]
+fn a_cache_with_a_center_is_that_of_a_dense_call() {
+    let mut rng = StdRng::seed_from_u64(8);
+    let lengths = [33, 17, 64];
+    let pages = shuffled(&mut rng, 80);
+    let total: usize = lengths.iter().sum();
+    let shape = AttentionShape {
+        batch: 1,
+        n_q_heads: 4,
+        n_kv_heads: 2,
+        len_q: total,
+        len_k: total,
+        d_head: SHAPE.d_head,
+        d_v: SHAPE.d_v,
+    };
+    let center = loop {
+        let center = super::random_tests::random_center(&shape, 2.0, &mut rng);
+        if center.k.is_some() && center.v.is_some() {
+            break center;
+        }
+    };
+    let (q, k, v) =
+        (draw(&mut rng, shape.q_elements()), draw(&mut rng, shape.k_elements()), draw(&mut rng, shape.v_elements()));
+    let (mut at_once, mut in_parts) = (PagedKv::new(SHAPE).unwrap(), PagedKv::new(SHAPE).unwrap());
+    let append = |cache: &mut PagedKv, have: &[usize], upto: &[usize]| {
+        let (mut new_k, mut new_v, mut ends) = (Vec::new(), Vec::new(), vec![0]);
+        for s in 0..3 {
+            let first = lengths[..s].iter().sum::<usize>();
+            new_k.extend(&k[(first + have[s]) * 64..(first + upto[s]) * 64]);
+            new_v.extend(&v[(first + have[s]) * 48..(first + upto[s]) * 48]);
+            ends.push(ends[s] + upto[s] - have[s]);
+        }
+        let new = NewTokens { k: &new_k, v: &new_v, cu_seqlens: &ends };
+        let how = (None, Some(&center));
+        cache.append(&over(&pages, have), &new, &descales(), how, OnOverflow::Saturate).unwrap()
+    };
+    let all = append(&mut at_once, &[0; 3], &lengths);
+    append(&mut in_parts, &[0; 3], &[5, 17, 40]);
+    append(&mut in_parts, &[5, 17, 40], &lengths);
+    assert_eq!(at_once, in_parts);
+    let gathered = at_once.gather(&over(&pages, &lengths), &descales(), Some(&center)).unwrap();
+    let sequences = Sequence::packed(&gathered.cu_seqlens, &gathered.cu_seqlens, None).unwrap();
+    let plain = AttentionCall { sequences: Some(&sequences), ..AttentionCall::causal(shape) };
+    let call = AttentionCall { center: Some(&center), ..plain };
+    let inputs = Inputs { q: &q, k: &k, v: &v };
+    let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: vec![Descale::ONE; 4], operands: descales() };
+    let cast = dequantised(&call, &inputs, &plan, OnOverflow::Saturate).unwrap();
+    assert_eq!((&gathered.k, &gathered.v), (&cast.k, &cast.v));
+    let stats = Cpu.forward(&call, &inputs, &plan, &Precision::KERNEL).unwrap().stats;
+    assert_eq!((all.k[0].amax, all.v[1].amax), (stats.k[0].amax, stats.v[1].amax));
+    let other = Center::none(0);
+    assert_ne!(at_once.gather(&over(&pages, &lengths), &descales(), Some(&other)).unwrap().k, gathered.k);
+    let wrong = Center::new(0, Some(vec![vec![1.0; 8]; 2]), None).unwrap();
+    assert!(at_once.gather(&over(&pages, &lengths), &descales(), Some(&wrong)).unwrap_err().is_mismatch());
 }

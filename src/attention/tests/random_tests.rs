@@ -2,6 +2,7 @@
 //! against the reference, and NaN wherever nothing may be read.
 
 use super::*;
+use crate::plan::Center;
 use rand::RngExt;
 
 /// A call with the lists that it borrows.
@@ -12,6 +13,7 @@ struct Random {
     soft_cap: Option<f64>,
     sequences: Option<Vec<Sequence>>,
     sinks: Option<Vec<f64>>,
+    center: Option<Center>,
 }
 
 /// One of several, each as likely.
@@ -74,6 +76,7 @@ impl Random {
             softmax_scale: rng.random_range(0.05..0.4),
             soft_cap: maybe(rng, |rng| rng.random_range(1.0..20.0)),
             sinks: maybe(rng, |rng| (0..shape.n_q_heads).map(|_| rng.random_range(-8.0..12.0)).collect()),
+            center: maybe(rng, |rng| random_center(&shape, 3.0, rng)),
             shape,
             sequences,
         }
@@ -82,8 +85,34 @@ impl Random {
     fn call(&self) -> AttentionCall<'_> {
         let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
         let (sequences, sinks) = (self.sequences.as_deref(), self.sinks.as_deref());
-        AttentionCall { shape, mask, softmax_scale, soft_cap, sequences, sinks }
+        AttentionCall { shape, mask, softmax_scale, soft_cap, sequences, sinks, center: self.center.as_ref() }
     }
+
+    /// The same call without a center.
+    fn plain(&self) -> AttentionCall<'_> {
+        AttentionCall { center: None, ..self.call() }
+    }
+}
+
+/// A center of keys, of values or of both, with elements of this size.
+pub(super) fn random_center(shape: &AttentionShape, size: f64, rng: &mut StdRng) -> Center {
+    let mut rows = |d: usize| -> Vec<Vec<f64>> {
+        (0..shape.n_kv_heads).map(|_| (0..d).map(|_| rng.random_range(-size..size)).collect()).collect()
+    };
+    let (k, v) = (rows(shape.d_head), rows(shape.d_v));
+    let which = rng.random_range(0..3);
+    Center::new(0, (which != 0).then_some(k), (which != 1).then_some(v)).unwrap()
+}
+
+/// Largest |tau q . c| of a call with a center.
+pub(super) fn largest_offset(call: &AttentionCall<'_>, q: &[f32]) -> f64 {
+    let heads = call.shape.n_q_heads;
+    let rows = q.chunks_exact(call.shape.d_head).enumerate();
+    let offset = |(row, q): (usize, &[f32])| {
+        let c = call.key_center(row % heads).unwrap_or_default();
+        call.softmax_scale * q.iter().zip(c).map(|(q, c)| f64::from(q * c)).sum::<f64>().abs()
+    };
+    rows.map(offset).fold(0.0, f64::max)
 }
 
 fn output_gradient(shape: &AttentionShape, rng: &mut StdRng) -> Vec<f32> {
@@ -132,12 +161,49 @@ fn reference_gradients_of_random_calls_are_slopes() {
     }
 }
 
-/// 1,200 calls, forward and backward, by f32 sums on E4M3 operands. What is left is f32's rounding.
+/// The centered form in f64 is the plain one: outputs, log-sum-exps and gradients, with masks, packed sequences, grouped heads,
+/// soft-caps and sinks, for any center.
+#[test]
+fn centers_are_exact() {
+    let mut rng = StdRng::seed_from_u64(51);
+    let (mut centered, mut capped, mut sinks, mut empty) = (0, 0, 0, 0);
+    for seed in 0..1000 {
+        let random = Random::new(&mut rng, 24);
+        let center = random_center(&random.shape, 8.0, &mut rng);
+        let (plain, call) = (random.plain(), AttentionCall { center: Some(&center), ..random.plain() });
+        let data = Data::new(&call.shape, seed);
+        let x = [wide(&data.q), wide(&data.k), wide(&data.v)];
+        let d_out = wide(&output_gradient(&call.shape, &mut rng));
+        let [have, want] = [&call, &plain].map(|call| reference(call, &x[0], &x[1], &x[2]).unwrap());
+        let close = |have: &[f64], want: &[f64], what: &str, size: f64| {
+            for (have, want) in have.iter().zip(want) {
+                let error = (have - want).abs();
+                assert!(have == want || error < 1e-12 * (size + want.abs()), "{what}: {have} {want} {call:?}");
+            }
+        };
+        // Of the size of what is added up.
+        close(&have.out, &want.out, "out", 10.0);
+        close(&have.lse, &want.lse, "lse", 10.0);
+        let [have, want] = [&call, &plain].map(|call| reference_backward(call, &x[0], &x[1], &x[2], &d_out).unwrap());
+        close(&have.dq, &want.dq, "dq", 100.0);
+        close(&have.dk, &want.dk, "dk", 100.0);
+        close(&have.dv, &want.dv, "dv", 100.0);
+        close(&have.d_sinks, &want.d_sinks, "d_sinks", 100.0);
+        centered += usize::from(center.k.is_some() && center.v.is_some());
+        (capped, sinks) = (capped + usize::from(call.soft_cap.is_some()), sinks + usize::from(call.sinks.is_some()));
+        let no_key = |s: &Sequence| (0..s.q.len()).filter(|i| call.visible(s, *i).is_empty()).count();
+        empty += call.all_sequences().iter().map(no_key).sum::<usize>();
+    }
+    assert!(centered.min(capped).min(sinks).min(empty) > 200, "{centered} {capped} {sinks} {empty}");
+}
+
+/// 1,200 calls, forward and backward, by f32 sums on E4M3 operands. What is left is f32's rounding. With a center the plain
+/// reference is that of `e4m3(k - c) + c`.
 #[test]
 fn tiled_calls_are_the_references() {
     let mut rng = StdRng::seed_from_u64(7);
     let precision = Precision { probabilities: Probabilities::F32, ..Precision::KERNEL };
-    let (mut empty_rows, mut sinks, mut capped, mut unequal, mut listed) = (0, 0, 0, 0, 0);
+    let (mut empty_rows, mut sinks, mut capped, mut unequal, mut listed, mut centered) = (0, 0, 0, 0, 0, 0);
     for seed in 0..1200 {
         let random = Random::new(&mut rng, 150);
         let call = random.call();
@@ -147,7 +213,7 @@ fn tiled_calls_are_the_references() {
         let plan = data.plan(&call);
         let have = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         let cast = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
-        let want = exact(&call, &Inputs { q: &cast.q, k: &cast.k, v: &cast.v });
+        let want = exact(&random.plain(), &Inputs { q: &cast.q, k: &cast.k, v: &cast.v });
         let raw = have
             .stats
             .logits
@@ -155,28 +221,33 @@ fn tiled_calls_are_the_references() {
             .fold(0f32, |a, l| if l.count > 0 { a.max(l.raw_max.abs()).max(l.raw_min.abs()) } else { a });
         let largest =
             raw.max(call.sinks.map_or(0.0, |sinks| sinks.iter().fold(0.0, |a: f32, s| a.max(s.abs() as f32))));
-        let noise = 2e-6 + 6e-7 * f64::from(largest);
+        let noise = 2e-6 + 6e-7 * (f64::from(largest) + largest_offset(&call, &cast.q));
         let amax = |x: &[f32]| f64::from(x.iter().fold(0f32, |a, x| a.max(x.abs())));
-        let (v_max, do_max) = (amax(&cast.v), amax(&d_out));
+        let of_center = |rows: Option<&Vec<Vec<f32>>>| rows.map_or(0.0, |rows| amax(&rows.concat()));
+        let c_max = of_center(call.center.and_then(|center| center.k.as_ref()));
+        let m_max = of_center(call.center.and_then(|center| center.v.as_ref()));
+        let (v_max, do_max) = (amax(&cast.v) + m_max, amax(&d_out));
         assert!(errors(&have.out, &want.out).0 <= noise * v_max, "{:?} {call:?}", errors(&have.out, &want.out));
         for (have, want) in have.lse.iter().zip(&want.lse) {
             assert!(f64::from(*have) == *want || (f64::from(*have) - want).abs() < noise, "{have} {want} {call:?}");
         }
         empty_rows += want.lse.iter().filter(|lse| lse.is_infinite()).count();
         (sinks, capped) = (sinks + usize::from(call.sinks.is_some()), capped + usize::from(call.soft_cap.is_some()));
+        centered += usize::from(call.center.is_some());
         (unequal, listed) =
             (unequal + usize::from(shape.d_head != shape.d_v), listed + usize::from(call.sequences.is_some()));
 
-        let slopes = reference_backward(&call, &wide(&cast.q), &wide(&cast.k), &wide(&cast.v), &wide(&d_out)).unwrap();
+        let slopes = reference_backward(&random.plain(), &wide(&cast.q), &wide(&cast.k), &wide(&cast.v), &wide(&d_out));
+        let slopes = slopes.unwrap();
         // Terms that cancel leave their own rounding, which is in proportion to them.
         let dp = do_max * v_max * (shape.d_v as f64).sqrt();
         let term = call.softmax_scale * dp;
-        let saved = Saved { out: &have.out, lse: &have.lse };
+        let saved = have.saved();
         for delta in [Delta::Probabilities, Delta::Output] {
             let how = BackwardPrecision { delta, products: GradientProducts::F32 };
             let have = backward(&call, &data.inputs(), &plan, &precision, &how, &saved, &d_out).unwrap();
             let pairs = [
-                ("dq", &have.dq, &slopes.dq, term * amax(&cast.k)),
+                ("dq", &have.dq, &slopes.dq, term * (amax(&cast.k) + c_max)),
                 ("dk", &have.dk, &slopes.dk, term * amax(&cast.q)),
                 ("dv", &have.dv, &slopes.dv, do_max),
                 ("d_sinks", &have.d_sinks, &slopes.d_sinks, dp * (shape.len_q * shape.batch) as f64),
@@ -196,6 +267,7 @@ fn tiled_calls_are_the_references() {
     }
     // Everything that the cross product has was there.
     assert!(empty_rows > 1000 && sinks.min(capped).min(unequal).min(listed) > 300, "{empty_rows} {sinks} {capped}");
+    assert!(centered > 300, "{centered}");
 }
 
 /// The precisions of kernels, accumulators of Hopper included, beside an untiled implementation with the same roundings.
@@ -263,12 +335,13 @@ fn nan_that_must_not_be_read_leaves_no_trace() {
         assert_eq!((bits(&have.lse), &have.stats.logits), (bits(&want.lse), &want.stats.logits), "{call:?}");
         for how in [BackwardPrecision::default(), BackwardPrecision::KERNEL] {
             let run = |data: &Data, out: &[f32], d_out: &[f32]| {
-                let saved = Saved { out, lse: &want.lse };
+                let saved = Saved { out, lse: want.saved().lse };
                 let grad = backward(&call, &data.inputs(), &plan, &precision, &how, &saved, d_out).unwrap();
                 [bits(&grad.dq), bits(&grad.dk), bits(&grad.dv), bits(&grad.d_sinks)]
             };
-            let clean = run(&data, &want.out, &d_out);
-            let have = run(&bad, &planted(&want.out, &hidden.q), &planted(&d_out, &hidden.q));
+            let out = want.saved().out;
+            let clean = run(&data, out, &d_out);
+            let have = run(&bad, &planted(out, &hidden.q), &planted(&d_out, &hidden.q));
             assert!(have == clean, "{how:?} {precision:?} {call:?}");
             assert!(have.iter().flatten().all(|bits| f32::from_bits(*bits).is_finite()), "{call:?}");
         }

@@ -24,6 +24,7 @@ fn case() -> (AttentionSpec, Vec<LayerBounds>) {
         q: (0..own.n_q_heads).map(|head| operand(1.0 + (head / own.group()) as f64)).collect(),
         k: (0..own.n_kv_heads).map(|head| operand(2.5 + head as f64)).collect(),
         v: Some((0..own.n_kv_heads).map(|head| operand(0.5 * head as f64)).collect()),
+        m: None,
     };
     let bounds = spec.layers.iter().enumerate().map(layer).collect();
     (spec, bounds)

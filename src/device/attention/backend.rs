@@ -148,7 +148,7 @@ impl Attention for Cuda {
                 head.iter_mut().for_each(|x| *x *= descale);
             }
         }
-        Ok(AttentionOutput { out, lse, stats })
+        Ok(AttentionOutput { out, lse, centered: None, sums: None, stats })
     }
 }
 

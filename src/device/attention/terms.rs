@@ -4,12 +4,13 @@ use super::sizes::VALUE_TILE;
 use crate::attention::{AttentionCall, AttentionShape, Call, Sequence};
 use crate::cuda::{Buffer, Device, Element, Request, View};
 use crate::error::{Error, Result};
+use std::convert::Infallible;
 
 /// What one call computes, forward or backward, with its lists in device memory.
 ///
 /// Whatever a launch needs to know beforehand is a number of it. Sinks, f32, `(heads_q)` without gaps, and the places of
-/// sequences may change between replays of a graph.
-pub type DeviceCall = Call<Sequences, View<1>>;
+/// sequences may change between replays of a graph. There are no centers on a device.
+pub type DeviceCall = Call<Sequences, View<1>, Infallible>;
 
 /// Where sequences lie, as [`Sequence`](crate::attention::Sequence)s in device memory: i32 without gaps, one a sequence.
 ///
@@ -43,9 +44,14 @@ impl AttentionCall<'_> {
     /// The same call with its lists, if it has any, in device memory.
     ///
     /// # Errors
-    /// If the call breaks a rule of its own, or has a list that is not given here, or the other way around.
+    /// `is_unsupported` if the call has a center; if it breaks a rule of its own, or has a list that is not given here, or the other way around.
     pub fn on_device(&self, sequences: Option<Sequences>, sinks: Option<View<1>>) -> Result<DeviceCall> {
         self.check()?;
+        if self.center.is_some() {
+            return Err(Error::unsupported(
+                "keys and values with a center are attended to on the CPU only: subtract it before the call, and add m to the output",
+            ));
+        }
         for (what, here, there) in [
             ("sequences", self.sequences.is_some(), sequences.is_some()),
             ("sinks", self.sinks.is_some(), sinks.is_some()),

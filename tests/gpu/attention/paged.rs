@@ -164,7 +164,7 @@ impl Setup {
             }
             let tokens = NewTokens { k: &turned, v: &v, cu_seqlens: &ends };
             let at = BlockTable { pages: &table, pages_per_sequence, lengths };
-            let appended = cache.append(&at, &tokens, &descales, None, OnOverflow::Saturate).unwrap();
+            let appended = cache.append(&at, &tokens, &descales, (None, None), OnOverflow::Saturate).unwrap();
             (k, v, appended)
         };
         append(&mut cache, &vec![0; sequences], &case.lengths, None);
@@ -172,7 +172,7 @@ impl Setup {
         let (k, v, appended) = append(&mut cache, &case.lengths, &vec![new; sequences], case.rope);
         let stats = [&appended.k, &appended.v].map(|x| x.iter().map(|head| head.amax).collect());
         let at = BlockTable { pages: &table, pages_per_sequence, lengths: &appended.lengths };
-        let gathered = cache.gather(&at, &descales).unwrap();
+        let gathered = cache.gather(&at, &descales, None).unwrap();
 
         let given = bf16s(&mut rng, sequences * len_q * heads_q * d);
         let mut q = given.clone();

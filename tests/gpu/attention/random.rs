@@ -306,6 +306,7 @@ impl Bench {
             soft_cap: case.soft_cap.map(f64::from),
             sequences,
             sinks,
+            center: None,
         };
         self.attention[usize::from(case.split)][case.backend]
             .launch(&self.stream, &call, &tensors, &workspace)
