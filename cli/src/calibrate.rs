@@ -5,7 +5,7 @@ use super::mla;
 use super::model::Model;
 use super::named::named;
 use super::numbers::{count, real};
-use super::output::{OutputArgs, write_file};
+use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short};
 use sigmascale::bound::{BoundKind, Tail};
@@ -13,7 +13,6 @@ use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, c
 use sigmascale::plan::{CenterSource, Granularity};
 use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
-use std::path::PathBuf;
 use std::time::Instant;
 
 /// Compute the scales of a model: norms, logit bounds and descales per layer and head
@@ -52,9 +51,6 @@ pub struct Args {
     /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
-    /// Also write the scales to FILE; for a checkpoint that an engine loads use `sigmascale export`
-    #[arg(long, value_name = "FILE.safetensors")]
-    export_scales: Option<PathBuf>,
     #[command(flatten)]
     centers: CenterArgs,
     #[command(flatten)]
@@ -84,9 +80,6 @@ impl Args {
             ..Options::default()
         };
         options.check()?;
-        if self.as_paper && self.export_scales.is_some() {
-            return Err(Error::argument("--export-scales needs operand descales, and --as-paper computes none"));
-        }
         Ok(options)
     }
 }
@@ -95,19 +88,10 @@ impl Args {
 pub fn run(args: Args) -> Result<()> {
     let options = args.options()?;
     args.output.check()?;
-    if let Some(file) = &args.export_scales {
-        args.output.check_other("--export-scales", file)?;
-    }
     let model = Model::open(&args.model)?;
     let read = super::model::files(&args.model, &model);
-    args.output.check_not_read(("--export-scales", args.export_scales.as_deref()), &read)?;
+    args.output.check_not_read(("-o", None), &read)?;
     let profile = match model {
-        Model::Config(_) if args.export_scales.is_some() => {
-            return Err(Error::argument(format_args!(
-                "--export-scales needs weights, but {} has none: pass a checkpoint folder",
-                args.model
-            )));
-        }
         Model::Config(spec) => calibrate_config(&spec, &options)?,
         Model::Checkpoint(checkpoint) => {
             let start = Instant::now();
@@ -123,9 +107,6 @@ pub fn run(args: Args) -> Result<()> {
             calibration.finish()
         }
     };
-    if let Some(file) = &args.export_scales {
-        write_file(file, &profile.scale_file()?)?;
-    }
     args.output.write(&profile, table)
 }
 

@@ -6,7 +6,7 @@ use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short, wrapped};
 use super::target::check_not_of_model;
-use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate};
+use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate, Serving, SkipLayers};
 use sigmascale::{Error, Result};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -19,9 +19,11 @@ pub struct Args {
     /// New folder to write
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
-    /// Engine that will load it
+    /// Engine that will load it (TensorRT-LLM reads no scales for an FP8 cache: verify --for trtllm)
     #[arg(long = "for", value_parser = named::<Engine>(), value_name = "ENGINE")]
     engine: Engine,
+    #[command(flatten)]
+    serving: ServingArgs,
     /// One scale per head (vLLM only; vLLM 0.32 cannot update the weights of such a model)
     #[arg(long)]
     per_head: bool,
@@ -30,6 +32,24 @@ pub struct Args {
     copy: bool,
     #[command(flatten)]
     output: OutputArgs,
+}
+
+/// What the server is started with.
+#[derive(clap::Args)]
+pub struct ServingArgs {
+    /// Longest sequence of the server (vLLM's --max-model-len) [default: that of the config]
+    #[arg(long, value_name = "TOKENS")]
+    context: Option<usize>,
+    /// Layers that keep the model's type, as vLLM's --kv-cache-dtype-skip-layers: numbers, or sliding_window
+    #[arg(long, value_name = "LAYER", num_args = 1..)]
+    skip_layers: Vec<String>,
+}
+
+impl ServingArgs {
+    /// The options.
+    pub fn read(&self) -> Result<Serving> {
+        Ok(Serving { context: self.context, skip: SkipLayers::parse(&self.skip_layers)? })
+    }
 }
 
 /// Runs the command.
@@ -44,7 +64,8 @@ pub fn run(args: Args) -> Result<()> {
             args.model
         )));
     };
-    let options = ExportOptions { engine: args.engine, per_head: args.per_head, copy: args.copy };
+    let (engine, serving) = (args.engine, args.serving.read()?);
+    let options = ExportOptions { engine, per_head: args.per_head, copy: args.copy, serving };
     let bar = progress::bar(checkpoint.spec().layers.len(), "{msg}: layer {pos}/{len}", "export");
     let mut each = || {
         bar.inc(1);
@@ -71,8 +92,10 @@ fn table(export: &serving::Export) -> String {
     for note in &certificate.notes {
         out.push_str(&wrapped(note, "  ", 118));
     }
-    let safe = if certificate.safe { "no operand can overflow" } else { "NOT CERTIFIED: an operand can overflow" };
-    let _ = writeln!(out, "  {safe}\n");
+    for unjudged in &certificate.unjudged {
+        out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), "  ", 118));
+    }
+    out.push('\n');
     let mut table = Table::new(["layer", "q scale", "k scale", "v scale", "q worst", "k worst", "v worst"]);
     let scale = |operand: Option<&OperandCertificate>| {
         range(operand.into_iter().flat_map(|o| o.scale.iter().map(|scale| f64::from(*scale))))
@@ -80,10 +103,23 @@ fn table(export: &serving::Export) -> String {
     let load = |operand: Option<&OperandCertificate>| short(operand.map(|o| f64::from(o.load)));
     for layer in &certificate.layers {
         let (q, k, v) = (Some(&layer.q), Some(&layer.k), layer.v.as_ref());
-        table.row([layer.layer.to_string(), scale(q), scale(k), scale(v), load(q), load(k), load(v)]);
+        let cells = match layer.kept {
+            true => ["kept", "kept", "kept", "-", "-", "-"].map(str::to_owned),
+            false => [scale(q), scale(k), scale(v), load(q), load(k), load(v)],
+        };
+        let [a, b, c, d, e, f] = cells;
+        table.row([layer.layer.to_string(), a, b, c, d, e, f]);
     }
     out.push_str(&table.render());
     out.push_str("worst: worst-case bound / (448 x scale); up to 1 nothing can overflow\n\n");
     let _ = writeln!(out, "Serve it with: {}", export.command);
+    let fits = |operand: Option<&OperandCertificate>| operand.is_some_and(|operand| operand.safe);
+    let fits = certificate.layers.iter().all(|l| l.kept || fits(Some(&l.q)) && fits(Some(&l.k)) && fits(l.v.as_ref()));
+    let verdict = match (certificate.safe, fits) {
+        (true, _) => "Certified: no operand can overflow.",
+        (false, true) => "NOT CERTIFIED: not everything that attention reads was judged.",
+        (false, false) => "NOT CERTIFIED: an operand can overflow.",
+    };
+    let _ = writeln!(out, "{verdict}");
     out
 }

@@ -53,7 +53,7 @@ use tracing_subscriber::EnvFilter;
   sigmascale diagnose run.jsonl                        which head went wrong first, and what to do
 
 Results go to stdout, logs and progress to stderr; RUST_LOG=sigmascale=debug logs timings.
-Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable;
+Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe or unknown, 3 unreadable;
 diagnose: 0 no alarm, 1 alarm, 3 unreadable.")]
 struct Cli {
     #[command(subcommand)]

@@ -19,9 +19,9 @@ pub fn of_stress(result: StressResult) -> String {
     stress::page::render(&Results::One(Box::new(result.into())), &Made::by_library())
 }
 
-/// The page of `sigmascale verify`.
-pub fn of_audit(audit: Audit) -> String {
-    verify::page(&verify::Report { audit, others: vec![] }, &Made::by_library())
+/// The page of `sigmascale verify` of a folder.
+pub fn of_audit(folder: &str, audit: Audit) -> String {
+    verify::page(&verify::Report { folder: folder.to_owned(), audit, others: vec![] }, &Made::by_library())
 }
 
 /// The page of `sigmascale diagnose`.

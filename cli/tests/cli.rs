@@ -122,30 +122,6 @@ fn every_form_of_a_model_is_read() {
 }
 
 #[test]
-fn scales_are_exported_for_other_loaders() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("scales.safetensors");
-    let profile = json(&["calibrate", TINY_LLAMA, "--format", "json", "--export-scales", text(&file)]);
-    let bytes = std::fs::read(&file).unwrap();
-    let scales = SafeTensors::deserialize(&bytes).unwrap();
-    assert_eq!(scales.len(), 18);
-    for layer in 0..6 {
-        for operand in ["q", "k", "v"] {
-            let tensor = scales.tensor(&format!("model.layers.{layer}.self_attn.{operand}_scale")).unwrap();
-            assert_eq!((tensor.dtype(), tensor.shape()), (Dtype::F32, &[][..]));
-            let value = f32::from_le_bytes(tensor.data().try_into().unwrap());
-            let heads = profile["layers"][layer][format!("{operand}_descale")].as_array().unwrap();
-            let largest = heads.iter().map(|head| head.as_f64().unwrap() as f32).fold(0.0, f32::max);
-            assert!(
-                value >= largest && value <= largest * (1.0 + 1.0 / 128.0) && value.to_bits() << 16 == 0,
-                "{value}"
-            );
-        }
-    }
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
-}
-
-#[test]
 fn what_is_read_is_not_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
@@ -163,7 +139,7 @@ fn what_is_read_is_not_replaced() {
     let around = folder.path().join("model/../model").join(weights.file_name().unwrap());
     for args in [
         &["calibrate", text(&model), "-o", text(&config)][..],
-        &["calibrate", text(&model), "--export-scales", text(weights)],
+        &["calibrate", text(&model), "-o", text(weights)],
         &["calibrate", text(&config), "-o", text(&config)],
         &["inspect", text(&model), "--html", text(&around)],
         &["bench", "spectral", "--model", text(&config), "-o", text(&config)],
@@ -176,7 +152,6 @@ fn what_is_read_is_not_replaced() {
     let files = || std::fs::read_dir(&model).unwrap().count();
     let before = files();
     for (command, option, name) in [
-        ("calibrate", "--export-scales", "model.safetensors"),
         ("calibrate", "-o", "model.safetensors"),
         ("inspect", "--html", "pytorch_model.bin"),
         ("verify", "--html", "tokenizer.json"),
@@ -201,9 +176,9 @@ fn what_is_read_is_not_replaced() {
         assert!(std::fs::read(file).unwrap() == *bytes, "{}", file.display());
     }
     // Beside them there is room.
-    let scales = model.join("scales.safetensors");
+    let profile = model.join("profile.json");
     for _ in 0..2 {
-        assert!(sigmascale(&["calibrate", text(&model), "--export-scales", text(&scales)]).status.success());
+        assert!(sigmascale(&["calibrate", text(&model), "-o", text(&profile)]).status.success());
     }
 }
 
@@ -306,7 +281,7 @@ fn completions_are_scripts_of_each_shell() {
         let script = String::from_utf8(script).unwrap();
         // Scripts of fish, elvish and PowerShell complete no values of positional arguments.
         let value = matches!(shell, "bash" | "zsh").then_some("weight-spike");
-        for name in ["calibrate", "export-scales"].into_iter().chain(value) {
+        for name in ["calibrate", "skip-layers"].into_iter().chain(value) {
             assert!(script.contains(name), "{shell}: {name}");
         }
         let file = folder.path().join(shell);
@@ -353,10 +328,10 @@ fn man_pages_name_every_command() {
 fn a_written_file_is_confirmed_in_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
-    let (result, page, scales) = (at("result.json"), at("page.html"), at("scales.safetensors"));
+    let (result, page) = (at("result.json"), at("page.html"));
     for (args, files) in [
         (&["calibrate", "mistral-7b", "-o", text(&result)][..], vec![&result]),
-        (&["calibrate", TINY_LLAMA, "-o", text(&result), "--export-scales", text(&scales)], vec![&scales, &result]),
+        (&["inspect", TINY_LLAMA, "-o", text(&result), "--html", text(&page)], vec![&page, &result]),
         (&["inspect", TINY_LLAMA, "--html", text(&page), "--format", "json", "-o", "-"], vec![&page]),
     ] {
         let output = sigmascale(args);
@@ -432,11 +407,8 @@ fn usage_errors_exit_2() {
         (&["calibrate", "mistral-7b", "--seq-len", "0"], "expected an integer of at least 1"),
         (&["calibrate", "mistral-7b", "--c", "0.1"], "--c needs --as-paper"),
         (&["calibrate", "mistral-7b", "--bound", "tight"], "possible values"),
-        (&["calibrate", "mistral-7b", "--export-scales", "x.safetensors"], "needs weights"),
-        (&["calibrate", TINY_LLAMA, "--as-paper", "--export-scales", "x.safetensors"], "--as-paper"),
         (&["calibrate", "mistral-7b", "--as-paper", "--bound", "worst-case"], "remove --bound"),
         (&["calibrate", "mistral-7b", "--as-paper", "--granularity", "head"], "one scale per layer"),
-        (&["calibrate", TINY_LLAMA, "--export-scales", "x.out", "-o", "./x.out"], "name the same file"),
         (&["inspect", TINY_LLAMA, "--html", "x.out", "-o", "tests/../x.out"], "name the same file"),
         (&["inspect", "mistral-7b"], "needs weights"),
         (&["calibrate"], "MODEL"),
@@ -547,10 +519,10 @@ fn values_without_a_norm_in_front_are_not_exported() {
     let (_keep, folder) = with_qk_norm("olmo2", [256, 128]);
     let profile = json(&["calibrate", text(&folder), "--format", "json"]);
     assert!(profile["layers"][0]["v_descale"].is_null() && profile["layers"][0]["o_descale"].is_null());
-    let file = folder.join("scales.safetensors");
-    let (code, log) = failure(&["calibrate", text(&folder), "--export-scales", text(&file)]);
+    let to = folder.with_extension("out");
+    let (code, log) = failure(&["export", text(&folder), "--to", text(&to), "--for", "vllm"]);
     assert!(code == 1 && log.contains("model.layers.0.self_attn: v "), "{log}");
-    assert!(!file.exists());
+    assert!(!to.exists());
 }
 
 /// First shard of a copy of the checkpoint, for breaking.
@@ -591,7 +563,7 @@ fn refused(folder: &Path, parts: &[&str]) {
     let outputs = tempfile::tempdir().unwrap();
     let [result, scales] = ["result.json", "scales.safetensors"].map(|name| outputs.path().join(name));
     for command in [
-        vec!["calibrate", text(folder), "-o", text(&result), "--export-scales", text(&scales)],
+        vec!["calibrate", text(folder), "-o", text(&result)],
         vec!["inspect", text(folder), "-o", text(&result), "--html", text(&scales)],
     ] {
         let (code, log) = failure(&command);

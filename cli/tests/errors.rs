@@ -185,7 +185,6 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (vec!["bench", "spectral", "--layers", "-2"], "--layers"),
         // Options that contradict each other, or the scenario.
         (model(&["--bound", "worst-case", "--estimator", "power"]), "worst-case"),
-        (model(&["--export-scales", "x.safetensors"]), "mistral-7b"),
         (vec!["inspect", "mistral-7b"], "mistral-7b"),
         (stress(&["--trace", "x.json"]), "--trace"),
         // Empty values.

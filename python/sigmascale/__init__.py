@@ -1,6 +1,6 @@
 """FP8 attention scales from the weights of a model.
 
-Offline, with NumPy: :func:`calibrate`, :func:`descales`, :func:`export_scales`, :func:`inspect`, :func:`stress`, :func:`presets`.
+Offline, with NumPy: :func:`calibrate`, :func:`descales`, :func:`inspect`, :func:`stress`, :func:`presets`.
 A training run, from its record or its checkpoints: :func:`diagnose`.
 For serving engines: :func:`export`, :func:`verify`, and for reinforcement learning :class:`ScaleStream` and :mod:`sigmascale.rl`.
 Around any FP8 attention call: :func:`probe` says whether it applies its descales.
@@ -23,7 +23,7 @@ from ._errors import (
     UnsupportedError,
 )
 from ._native import __version__
-from ._offline import calibrate, descales, export_scales, inspect, presets, stress
+from ._offline import calibrate, descales, inspect, presets, stress
 from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
 from ._results import Audit, Diagnosis, Export, Inspection, Profile, StressRun
@@ -58,7 +58,6 @@ __all__ = [
     "descales",
     "diagnose",
     "export",
-    "export_scales",
     "inspect",
     "presets",
     "probe",

@@ -151,15 +151,6 @@ def inspect(model: Model, *, weights: Weights = None) -> Inspection:
     return Inspection._of(_native.inspect(_source(model, weights)))
 
 
-def export_scales(model: Model, file: Path, *, weights: Weights = None, **options: Unpack[Calibration]) -> None:
-    """Write a safetensors file of scales, ``<attention module>.{q,k,v}_scale``, f32 scalars: the one that :func:`export` writes for vLLM.
-
-    Each is the largest descale of the layer's heads, rounded up to BF16. Engines read it only where the index and the config say so, as
-    :func:`export` writes them. ``file`` appears whole or not at all; the rest as for :func:`calibrate`.
-    """
-    _native.export_scales(_source(model, weights), _path("file", file), _options(options))
-
-
 def stress(
     scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay"],
     model: Path | None = None,

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, TypedDict
 
-from ._types import EngineName
+from ._types import EngineName, ExportEngineName
 
 Path = str | os.PathLike[str]
 
@@ -24,10 +24,11 @@ Pairs = Iterable[tuple[str, Any]]
 # Scales by the number of their layer.
 Layers = Mapping[int, Mapping[str, Any]]
 Engine = EngineName
+ExportEngine = ExportEngineName
 
 
 class Calibration(TypedDict, total=False):
-    """Options of ``calibrate`` and ``export_scales``."""
+    """Options of ``calibrate``."""
 
     delta: float
     seq_len: int

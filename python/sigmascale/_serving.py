@@ -14,33 +14,59 @@ from ._offline import _SAFETENSORS, _path, _source, _stored
 from ._results import Audit, Export
 
 if TYPE_CHECKING:
-    from ._options import Engine, Model, Pairs, Path
+    from ._options import Engine, ExportEngine, Model, Pairs, Path
 
 # Where the scale engine reads tensors; elsewhere they are copied to the host.
 _DEVICES = ("cuda",)
 
 
-def export(model: Path, to: Path, engine: Engine, *, per_head: bool = False, copy: bool = False) -> Export:
+def export(
+    model: Path,
+    to: Path,
+    engine: ExportEngine,
+    *,
+    per_head: bool = False,
+    copy: bool = False,
+    context: int | None = None,
+    skip_layers: Iterable[int | str] = (),
+) -> Export:
     """Writes a checkpoint folder that ``engine`` loads with these scales: the JSON of ``sigmascale export`` as a dict.
 
-    ``model`` is a checkpoint folder, ``to`` a new or an empty one; ``engine`` is ``vllm``, ``sglang``, ``trtllm`` or
-    ``mistralrs``. Weights are hard links (copies with ``copy``, and where links cannot be made), scales a file of their
+    ``model`` is a checkpoint folder, ``to`` a new or an empty one; ``engine`` is ``vllm``, ``sglang`` or ``mistralrs``
+    (TensorRT-LLM reads no scales for an FP8 cache: :func:`verify`). Weights are hard links (copies with ``copy``, and where links cannot be made), scales a file of their
     own, index and configs merged. ``per_head``: one scale per head, which only vLLM reads, and which it cannot update.
     Operands that the engine casts at 1.0 are checked against their bounds; ``sigmascale.json`` has the result. The
-    folder is written completely or not at all.
+    folder is written completely or not at all. ``context`` and ``skip_layers`` as in :func:`verify`: layers that are
+    skipped get no scale.
     """
     arguments = (_path("model", model), _path("to", to), text("engine", engine))
-    return Export(json.loads(_native.export(*arguments, flag("per_head", per_head), flag("copy", copy))))
+    options = (flag("per_head", per_head), flag("copy", copy), *_options(context, skip_layers))
+    return Export(json.loads(_native.export(*arguments, *options)))
 
 
-def verify(folder: Path, engine: Engine | None = None) -> Audit:
+def _options(context: int | None, skip_layers: Iterable[int | str]) -> tuple[int | None, list[str]]:
+    context = None if context is None else whole("context", context, least=1)
+    if isinstance(skip_layers, str):
+        raise ArgumentError(f"skip_layers is {skip_layers!r}: expected a list of numbers of layers, or sliding_window")
+    return context, [str(layer) for layer in skip_layers]
+
+
+def verify(
+    folder: Path,
+    engine: Engine | None = None,
+    *,
+    context: int | None = None,
+    skip_layers: Iterable[int | str] = (),
+) -> Audit:
     """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
 
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
+    ``context`` is the longest sequence of the server, else that of the config. ``skip_layers`` are kept out of the FP8
+    cache, as vLLM's ``--kv-cache-dtype-skip-layers`` takes them: numbers of layers, or ``sliding_window``.
     """
     engine = None if engine is None else text("engine", engine)
-    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine))
+    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *_options(context, skip_layers)))
     if others:
         first["others"] = others
     return first

@@ -27,9 +27,9 @@ AlarmKind = Literal[
     "non-finite-loss",
 ]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
-Verdict = Literal[
-    "safe", "overflow", "missing", "default", "rounded-below", "foreign", "invalid", "not-loaded", "unbounded"
-]
+ExportEngineName = Literal["vllm", "sglang", "mistralrs"]
+Verdict = Literal["safe", "overflow", "mismatch", "invalid", "missing", "not-loaded", "unknown"]
+Outcome = Literal["safe", "unknown", "not-proven", "not-safe"]
 
 
 class Biases(TypedDict):
@@ -366,6 +366,27 @@ class HeadReport(TypedDict):
     saturated: float | None
 
 
+class SkipLayers(TypedDict):
+    """Layers that are kept out of an FP8 cache."""
+
+    numbers: list[int]
+    sliding_window: bool
+
+
+class Serving(TypedDict):
+    """What a server is started with."""
+
+    context: int | None
+    skip: SkipLayers
+
+
+class Unjudged(TypedDict):
+    """Tensors or files that attention reads, or may read, and that were not judged."""
+
+    what: str
+    why: str
+
+
 class OperandCertificate(TypedDict):
     """The scales of one operand in a layer, and the worst case over what they cover."""
 
@@ -380,6 +401,7 @@ class LayerCertificate(TypedDict):
     """One layer of an export; ``v`` is None where it has no bound."""
 
     layer: int
+    kept: bool
     q: OperandCertificate
     k: OperandCertificate
     v: OperandCertificate | None
@@ -391,6 +413,7 @@ class AuditEntry(TypedDict):
     scale: float | None
     needed: float | None
     verdict: Verdict
+    factor: float | None
     stored: float | None
     why: str
 

@@ -26,7 +26,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::stress, module)?)?;
     module.add_function(wrap_pyfunction!(diagnose::diagnose, module)?)?;
     module.add_class::<diagnose::Alarms>()?;
-    module.add_function(wrap_pyfunction!(offline::export_scales, module)?)?;
     module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
     module.add_function(wrap_pyfunction!(serving::export, module)?)?;

@@ -13,8 +13,6 @@ use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::policy::PolicyConfig;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
-use sigmascale_cli::target::{check_not_of_model, check_not_read};
-use sigmascale_lab::file::{check_target, write_atomically};
 use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use std::ffi::OsString;
 use std::iter;
@@ -131,27 +129,6 @@ pub fn inspect(py: Python<'_>, source: Source) -> PyResult<(String, String)> {
         }
         let inspection = Inspection::new(profile);
         Ok((text(&inspection)?, pages::of_inspection(&inspection)))
-    })
-}
-
-#[pyfunction]
-pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: CalibrateOptions) -> PyResult<()> {
-    detached(py, move |stop| {
-        if options.as_paper {
-            return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
-        }
-        check_target(&file)?;
-        check_not_of_model("the file", &file)?;
-        if let Source::Named(name) = &source
-            && let ModelSource::Checkpoint(checkpoint) = ModelSource::open(name)?
-        {
-            check_not_read("the file", &file, checkpoint.files())?;
-        }
-        let profile = profile(source, options.check()?, stop)?;
-        if profile.layers.is_none() {
-            return Err(Error::argument("exported scales need weights, but this model has none: pass a checkpoint"));
-        }
-        write_atomically(&file, &profile.scale_file()?)
     })
 }
 

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
-use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
+use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
 use std::collections::BTreeMap;
@@ -28,7 +28,13 @@ fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
     }
 }
 
+/// Options of the server.
+fn options(context: Option<usize>, skip: &[String]) -> Result<Serving> {
+    Ok(Serving { context, skip: SkipLayers::parse(skip)? })
+}
+
 #[pyfunction]
+#[allow(clippy::too_many_arguments)]
 pub fn export(
     py: Python<'_>,
     model: String,
@@ -36,16 +42,24 @@ pub fn export(
     name: String,
     per_head: bool,
     copy: bool,
+    context: Option<usize>,
+    skip: Vec<String>,
 ) -> PyResult<String> {
     detached(py, move |stop| {
-        let options = ExportOptions { engine: name.parse()?, per_head, copy };
+        let options = ExportOptions { engine: name.parse()?, per_head, copy, serving: options(context, &skip)? };
         text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
     })
 }
 
 /// The audits of these engines, each with its page; without one, of all, that which the folder was exported for first.
 #[pyfunction]
-pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<Vec<(String, String)>> {
+pub fn verify(
+    py: Python<'_>,
+    folder: String,
+    name: Option<String>,
+    context: Option<usize>,
+    skip: Vec<String>,
+) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
         let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
@@ -54,8 +68,8 @@ pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &mut || stop.check())?;
-        audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(audit)))).collect()
+        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &options(context, &skip)?, &mut || stop.check())?;
+        audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
     })
 }
 
@@ -66,7 +80,7 @@ pub struct ScaleStream(Mutex<serving::ScaleStream>);
 /// A layer by its place, with the descales of q, k and v that were computed on a device.
 type Computed = (usize, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
 
-/// A layer with what engines take: one scale per tensor, rounded up to BF16, and its names.
+/// A layer with what engines take: one scale a tensor, rounded up to BF16, and its names.
 #[derive(Serialize)]
 struct Described<'a> {
     #[serde(flatten)]

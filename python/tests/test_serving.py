@@ -44,6 +44,16 @@ def test_an_export_is_safe_by_its_audit(tmp_path):
         sigmascale.verify(tmp_path / "out")
 
 
+def test_layers_can_be_kept_out_of_the_cache(tmp_path):
+    said = sigmascale.export(MODEL, tmp_path / "out", "vllm", skip_layers=[1, 4], context=4096)
+    assert said["command"].endswith("--max-model-len 4096 --kv-cache-dtype-skip-layers 1 4")
+    assert [layer["layer"] for layer in said["layers"] if layer["kept"]] == [1, 4]
+    assert not sigmascale.verify(tmp_path / "out", "vllm")["safe"]
+    audit = sigmascale.verify(tmp_path / "out", "vllm", skip_layers=[1, 4])
+    assert audit["safe"] and audit["outcome"] == "safe" and audit["unjudged"] == []
+    assert audit["layers"][4]["k"][0]["scale"] is None and audit["serving"]["skip"]["numbers"] == [1, 4]
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "work"),
     [
@@ -52,6 +62,12 @@ def test_an_export_is_safe_by_its_audit(tmp_path):
         (sigmascale.ArgumentError, "has none", lambda to: sigmascale.export("mistral-7b", to, "vllm")),
         (sigmascale.ArgumentError, "already exists", lambda to: sigmascale.export(MODEL, ROOT / "docs", "vllm")),
         (TypeError, "per_head", lambda to: sigmascale.export(MODEL, to, "vllm", per_head=1)),
+        (sigmascale.ArgumentError, "TensorRT-LLM reads no scales", lambda to: sigmascale.export(MODEL, to, "trtllm")),
+        (sigmascale.ArgumentError, "sliding_window", lambda to: sigmascale.export(MODEL, to, "vllm", skip_layers=["x"])),
+        (sigmascale.ArgumentError, "no layer", lambda to: sigmascale.verify(MODEL, "vllm", skip_layers=[6])),
+        (sigmascale.ArgumentError, "only vLLM", lambda to: sigmascale.verify(MODEL, "sglang", skip_layers=[1])),
+        (sigmascale.ArgumentError, "expected a list", lambda to: sigmascale.verify(MODEL, skip_layers="1")),
+        (sigmascale.ArgumentError, "context", lambda to: sigmascale.verify(MODEL, context=0)),
         (FileNotFoundError, "no-such", lambda to: sigmascale.verify("no-such-folder")),
         (sigmascale.UnsupportedError, "bloom", lambda to: sigmascale.ScaleStream({"model_type": "bloom"})),
         (TypeError, "name must be a str", lambda to: sigmascale.ScaleStream(MODEL).push(3, np.zeros(2))),

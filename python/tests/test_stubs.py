@@ -108,7 +108,7 @@ WRONG = [
     'sigmascale.AutoC(pooling="tensor")',
     "sigmascale.Tail(tokens=3)",
     'sigmascale.probe("call")',
-    "sigmascale.export_scales('x')",
+    'sigmascale.export("x", "y", "trtllm")',
     'sigmascale.export("x", "y", "tgi")',
     'sigmascale.diagnose("x", limit=3)',
     "sigmascale.rl.must_flush({})",

@@ -9,7 +9,7 @@ use crate::model::{
 };
 use crate::plan::{Center, CenterPolicy, CenteredLayer, Granularity, OperandDescales, ScalePlan, center_hash};
 use crate::scale::Descale;
-use crate::serving::{Engine, LayerScales, Operand, scale_file};
+use crate::serving::LayerScales;
 use crate::spectral::{Estimator, HeadSpectrum, PowerEstimate, certified_inflation};
 use serde::Serialize;
 
@@ -68,15 +68,6 @@ impl Profile {
     /// What a cache depends on that these centers were subtracted from: see [`center_hash`].
     pub fn center_hash(&self) -> String {
         center_hash(&self.centers())
-    }
-
-    /// The file of scales of an export for vLLM, one scale per tensor. No engine reads it without the index
-    /// and the config that [`export`](crate::serving::export) writes.
-    ///
-    /// # Errors
-    /// `is_unsupported` if the values of a layer have no bound, or the family has no names for its layers.
-    pub fn scale_file(&self) -> Result<Vec<u8>> {
-        scale_file(Engine::Vllm, &self.model.family, &self.layer_scales()?, &Operand::ALL, false)
     }
 }
 

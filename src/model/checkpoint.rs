@@ -47,6 +47,14 @@ pub struct Checkpoint {
     tensors: HashMap<String, Entry>,
 }
 
+/// The scales of E4M3 weights of q, k and v.
+pub(crate) struct WeightScales {
+    /// The values of each.
+    pub values: Vec<Vec<f64>>,
+    /// Whether they are those of blocks.
+    pub blocks: bool,
+}
+
 /// Any stored tensor of a checkpoint.
 #[derive(Clone, Debug)]
 pub struct StoredTensor<'a> {
@@ -197,8 +205,40 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Layers of the model, also those without attention.
+    pub(crate) fn layer_count(&self) -> usize {
+        self.config.layers
+    }
+
+    /// The scales of the stored q, k and v projections of a layer; `None` where they are not all E4M3 tensors of their own.
+    pub(crate) fn weight_scales(&self, layer: usize) -> Result<Option<WeightScales>> {
+        let names = self.config.names(self.spec().layer(layer)?);
+        let places = [&names.q, &names.k, &names.v].map(|place| self.named(&place.name, &["weight"]));
+        let mut scales = WeightScales { values: vec![], blocks: false };
+        for name in &places {
+            let Some(entry) = self.tensors.get(name).filter(|entry| entry.dtype == safetensors::Dtype::F8_E4M3) else {
+                return Ok(None);
+            };
+            let base = name.strip_suffix("weight").unwrap_or(name);
+            let stored = ["weight_scale_inv", "weight_scale"].map(|end| format!("{base}{end}"));
+            let Some((name, scale)) = stored.iter().find_map(|name| Some((name, self.tensors.get(name)?))) else {
+                return Ok(None);
+            };
+            let one_a_row = |n: usize| Some(&n) == entry.shape.first();
+            scales.blocks |= match scale.shape.as_slice() {
+                [] | [1] | [1, 1] => false,
+                [n] | [n, 1] if one_a_row(*n) => false,
+                _ => true,
+            };
+            scales.values.push(self.read(name, scale)?);
+        }
+        // Of a fused tensor there is one scale.
+        let fused = places[0] == places[1];
+        Ok((!fused || scales.blocks).then_some(scales))
+    }
+
     /// Names of the tensors that layers read, without their last part.
-    fn attention_stems(&self) -> HashSet<String> {
+    pub(crate) fn attention_stems(&self) -> HashSet<String> {
         let mut stems = HashSet::new();
         for layer in &self.spec().layers {
             let names = self.config.names(layer);

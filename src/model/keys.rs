@@ -27,7 +27,7 @@ pub(super) fn lfs_pointer(file: &Path) -> Error {
 }
 
 /// Reads a file of at most `cap` bytes; a longer one is refused before it is read.
-pub(super) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> {
+pub(crate) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> {
     // Before it is opened: opening a pipe would wait for a writer.
     let metadata = std::fs::metadata(path).map_err(|e| Error::io(path, "open", e))?;
     if !metadata.is_file() {

@@ -1,33 +1,23 @@
 //! A checkpoint that an engine loads as it is: weights linked, scales in a file of their own, index and configs merged.
 
-use super::engine::{Engine, Method, Operand, Reads};
-use super::folder::{Moved, bring, files_with, folder_of, index, write_without};
+use super::certificate::{Certificate, ExportOptions, Reads};
+use super::description::{Carries, Loads};
+use super::engine::{Engine, Operand};
+use super::folder::{CERTIFICATE_FILE, Moved, bring, check_read, files_with, folder_of, index, write_without};
 use super::names::ScaleNames;
+use super::needs::{Need, biased, needs};
 use super::scales::{LayerScales, scale_file};
-use super::settings::{HF_QUANT, Settings, hf_quant_config};
+use super::settings::{HF_QUANT, Method, Settings, hf_quant_config};
+use super::unjudged::unjudged;
 use crate::error::{Error, Result};
 use crate::file::{place_of, write_folder, write_new};
-use crate::model::{Checkpoint, INDEX, WeightFiles};
-use crate::plan::{CenterPolicy, OperandDescales, center_hash};
+use crate::model::{AttentionSpec, Checkpoint, INDEX, WeightFiles};
 use crate::scale::Descale;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 /// File of the scales.
 pub const SCALES_FILE: &str = "model-attention-scales.safetensors";
-/// File of the certificate.
-pub(super) const CERTIFICATE_FILE: &str = "sigmascale.json";
-
-/// What an export is asked for.
-#[derive(Clone, Copy, Debug)]
-pub struct ExportOptions {
-    /// Who loads it.
-    pub engine: Engine,
-    /// One scale a head in place of one a tensor; vLLM only.
-    pub per_head: bool,
-    /// Copies of the weights in place of hard links.
-    pub copy: bool,
-}
 
 /// What an export wrote.
 #[derive(Clone, Debug, Serialize)]
@@ -45,120 +35,6 @@ pub struct Export {
     /// What was certified; the same is in `sigmascale.json`.
     #[serde(flatten)]
     pub certificate: Certificate,
-}
-
-/// What an engine casts with, beside what the weights need.
-#[derive(Clone, Debug, Serialize)]
-pub struct Certificate {
-    /// Version that made it.
-    pub sigmascale: &'static str,
-    /// Engine that it is for.
-    pub engine: Engine,
-    /// Model.
-    pub model: String,
-    /// Its family.
-    pub family: String,
-    /// `tensor` or `head`.
-    pub granularity: &'static str,
-    /// File of the scales; null where the engine reads none.
-    pub scales_file: Option<&'static str>,
-    /// Whether no operand can overflow, those cast at 1.0 included.
-    pub safe: bool,
-    /// What to know before serving.
-    pub notes: Vec<String>,
-    /// What may be subtracted from keys and values before their cast; absent where the weights give nothing to subtract.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub centers: Option<CenterCertificate>,
-    /// The layers with attention.
-    pub layers: Vec<LayerCertificate>,
-}
-
-/// Centers of a model, for engines that subtract them. The stored scales cover k and v as they are; these cover what is left.
-#[derive(Clone, Debug, Serialize)]
-pub struct CenterCertificate {
-    /// Where they come from.
-    pub policy: CenterPolicy,
-    /// What a cache with these centers depends on: see [`center_hash`].
-    pub hash: String,
-    /// The layers that have one.
-    pub layers: Vec<LayerCenters>,
-}
-
-/// The center of one layer. Rows have an entry per KV head.
-#[derive(Clone, Debug, Serialize)]
-pub struct LayerCenters {
-    /// The model's own number.
-    pub layer: usize,
-    /// Module that holds the layer's attention.
-    pub module: String,
-    /// c, BF16 values.
-    pub k: Option<Vec<Vec<f32>>>,
-    /// m, likewise.
-    pub v: Option<Vec<Vec<f32>>>,
-    /// Scales that cover k - c, rounded up to BF16.
-    pub k_scale: Vec<Descale>,
-    /// Scales that cover v - m; null where values have no bound.
-    pub v_scale: Option<Vec<Descale>>,
-    /// The scales of k hold at positions below this; null: at all.
-    pub positions: Option<usize>,
-}
-
-impl CenterCertificate {
-    fn new(layers: &[LayerScales]) -> Result<Option<Self>> {
-        let centered = || layers.iter().filter_map(|layer| Some((layer, layer.centered.as_ref()?)));
-        let hash = center_hash(&centered().map(|(_, own)| own.center.clone()).collect::<Vec<_>>());
-        let layers = centered().map(|(layer, own)| {
-            let up = |row: &[Descale]| row.iter().map(|scale| scale.up_to_bf16()).collect::<Result<Vec<_>>>();
-            let within = |error: Error| error.within(&layer.module);
-            Ok(LayerCenters {
-                layer: layer.layer,
-                module: layer.module.clone(),
-                k: own.center.k.clone(),
-                v: own.center.v.clone(),
-                k_scale: up(&own.k_descale).map_err(within)?,
-                v_scale: own.v_descale.as_deref().map(up).transpose().map_err(within)?,
-                positions: own.positions,
-            })
-        });
-        let layers = layers.collect::<Result<Vec<_>>>()?;
-        Ok((!layers.is_empty()).then_some(Self { policy: CenterPolicy::CACHE, hash, layers }))
-    }
-}
-
-/// One layer.
-#[derive(Clone, Debug, Serialize)]
-pub struct LayerCertificate {
-    /// The model's own number.
-    pub layer: usize,
-    /// Queries.
-    pub q: OperandCertificate,
-    /// Keys.
-    pub k: OperandCertificate,
-    /// Values; null where they have no bound.
-    pub v: Option<OperandCertificate>,
-}
-
-/// One operand of a layer.
-#[derive(Clone, Debug, Serialize)]
-pub struct OperandCertificate {
-    /// What the engine casts with: one entry, or one a head.
-    pub scale: Vec<f32>,
-    /// The worst-case bound over 448, the largest of what shares an entry.
-    pub needed: Vec<f32>,
-    /// Whether the scale is 1.0 because the engine reads none.
-    pub cast_at_one: bool,
-    /// Whether no value can overflow.
-    pub safe: bool,
-    /// The largest value possible over the largest that fits; at most 1 where it is safe.
-    pub load: f32,
-}
-
-impl OperandCertificate {
-    fn new(scale: Vec<f32>, needed: Vec<f32>, cast_at_one: bool) -> Self {
-        let load = needed.iter().zip(&scale).map(|(needed, scale)| needed / scale).fold(0.0, f32::max);
-        let safe = needed.iter().zip(&scale).all(|(needed, scale)| needed <= scale);
-        Self { scale, needed, cast_at_one, safe, load }
-    }
 }
 
 /// Writes a folder that the engine loads. `each` is called after each layer, and stops the work by an error.
@@ -180,28 +56,39 @@ pub fn export(
             to.display()
         )));
     }
+    if options.engine == Engine::Trtllm {
+        return Err(Error::argument(
+            "TensorRT-LLM reads no scales for an FP8 cache, so there is nothing to export: `verify --for trtllm` says whether 1.0, at \
+             which it casts, covers the bounds",
+        ));
+    }
+    let description = options.engine.description();
+    options.serving.check(checkpoint.spec(), description.skips_layers)?;
     let mut config = Settings::read(&from.join("config.json"))?;
     let aside = Settings::read_if_present(&from.join(HF_QUANT))?;
-    let method = config.method(aside.as_ref());
-    let spec = checkpoint.spec();
-    let reads = options.engine.reads(spec, config.model_type(), method);
-    options.check(spec, method, reads)?;
+    let generation = Settings::read_if_present(&from.join("generation_config.json"))?;
+    let method = config.method(aside.as_ref(), description.upper_case, description.needs_producer);
+    let spec = &options.engine.spec(checkpoint.spec(), &config, generation.as_ref(), &options.serving);
+    let names = ScaleNames::new(spec)?;
+    let reads = reads(options, spec, &config, &method, &names)?;
+    options.check(spec, &method, &reads)?;
     let files = WeightFiles::open(&from)?;
-    check_read(checkpoint, &from, method, &files)?;
+    check_read(checkpoint, &from, method.is_plain(), &files)?;
 
-    let mut layers = Vec::with_capacity(spec.layers.len());
-    for layer in 0..spec.layers.len() {
-        layers.push(LayerScales::new(spec, checkpoint.layer(layer)?)?);
-        each()?;
-    }
-    let certificate = Certificate::new(checkpoint, &layers, options, reads, method)?;
+    let needs = needs(checkpoint, spec, each)?;
+    let layers = layers(options, spec, &needs)?;
+    let unjudged = unjudged(&from, checkpoint, &config, &names, &files);
+    let mut certificate = Certificate::new(spec, &layers, options, &reads, SCALES_FILE, unjudged)?;
+    let place = to.display().to_string();
+    certificate.notes.extend(biased(&needs, spec, options.engine, &place, &options.serving));
     let operands: Vec<Operand> = Operand::ALL.into_iter().filter(|operand| reads.scale(*operand)).collect();
+    let served = layers.iter().zip(&spec.layers).filter(|(_, own)| !options.serving.skip.has(own));
+    let served: Vec<LayerScales> = served.map(|(layer, _)| layer.clone()).collect();
     let scales = match reads.any() {
-        true => Some(scale_file(options.engine, &spec.family, &layers, &operands, options.per_head)?),
+        true => Some(scale_file(options.engine, &spec.family, &served, &operands, options.per_head)?),
         false => None,
     };
 
-    let names = ScaleNames::new(spec)?;
     let gone = files_with(&files, |name| names.is_scale(name));
     let mistral = |name: &str| name.starts_with("consolidated") && name.ends_with(".safetensors");
     // vLLM would load these, under other names, in place of the index's files.
@@ -211,9 +98,9 @@ pub fn export(
     let mut left_out: Vec<String> = present().filter(|name| foreign(name)).map(str::to_owned).collect();
     left_out.sort_unstable();
     let index_file = Settings::read_if_present(&from.join(INDEX))?;
-    let quantized = hf_quant_config(&from, options.engine, method, aside)?;
+    let quantized = hf_quant_config(&from, aside)?;
     if reads.any() {
-        config.ask_for_fp8(options.engine, method, options.per_head);
+        config.ask_for_fp8(options.engine, &method, options.per_head);
     }
 
     let moved = write_folder(to, |folder| {
@@ -249,25 +136,12 @@ pub fn export(
     })?;
     Ok(Export {
         folder: to.to_owned(),
-        command: options.engine.command(&to.display().to_string()),
+        command: options.engine.command(&to.display().to_string(), &options.serving),
         linked: moved.linked,
         copied: moved.copied,
         left_out,
         certificate,
     })
-}
-
-/// Refuses a folder whose weights engines would load otherwise than they were read here.
-pub(super) fn check_read(checkpoint: &Checkpoint, folder: &Path, method: Method, files: &WeightFiles) -> Result<()> {
-    checkpoint.check_loaded(files)?;
-    if method == Method::Plain && checkpoint.spec().fp8_inputs {
-        return Err(Error::format(
-            &folder.join("config.json"),
-            "projections are stored in FP8 (E4M3), but there is no `quantization_config`, without which engines load them \
-             without their scales: restore it",
-        ));
-    }
-    Ok(())
 }
 
 /// Name and bytes of each tensor.
@@ -276,15 +150,88 @@ fn stored_sizes(file: &[u8]) -> Result<Vec<(String, usize)>> {
     Ok(read.iter().map(|(name, tensor)| (name.to_owned(), tensor.data().len())).collect())
 }
 
+/// What the engine does with the scales of the export.
+fn reads(
+    options: &ExportOptions,
+    spec: &AttentionSpec,
+    config: &Settings,
+    method: &Method,
+    names: &ScaleNames,
+) -> Result<Reads> {
+    let (engine, description) = (options.engine, options.engine.description());
+    let none = |why: &str| Ok(Reads { why: Some(why.to_owned()), ..Reads::default() });
+    let unknown = |what: std::fmt::Arguments<'_>| {
+        let rule = format_args!("{what} is not known of {engine} {}: there is no export for it", description.version);
+        Err(Error::unsupported(rule))
+    };
+    match description.loads(spec, &config.types()) {
+        None => return unknown(format_args!("what the attention of family `{}` loads", spec.family)),
+        Some(Loads::Nothing(why)) => return none(why),
+        Some(Loads::Partly(_, why)) => return Err(Error::unsupported(format_args!("{why}: there is no export for it"))),
+        Some(Loads::Scales(_)) => {}
+    }
+    // Unquantized weights get a config that asks for the scales.
+    if !method.is_plain() {
+        let key = method.key();
+        match description.methods.iter().find(|(word, _)| *word == key) {
+            None => return unknown(format_args!("whether scales are loaded beside weights stored as `{key}`")),
+            Some((_, Carries::Never(why))) => return none(why),
+            Some((_, Carries::NotExcluded)) => {
+                let excluded = |module: &&String| config.quark_excludes(&format!("{module}.attn")) != Some(false);
+                if let Some(module) = names.modules.iter().find(excluded) {
+                    return Err(Error::unsupported(format_args!(
+                        "Quark's `exclude` matches {module} (or cannot be followed), and {engine} has no scales there: remove the \
+                         entry"
+                    )));
+                }
+            }
+            Some(_) => {}
+        }
+    }
+    let why = description.without.map(str::to_owned);
+    Ok(Reads { scaled: description.operands, why, named_at_start: method.name == "fp8" })
+}
+
+/// The scales of each layer as this engine needs them: what two layers share is the larger of both.
+fn layers(options: &ExportOptions, spec: &AttentionSpec, needs: &[Need]) -> Result<Vec<LayerScales>> {
+    let own = |need: &Need| {
+        options.engine.needed(need).cloned().ok_or_else(|| {
+            Error::unsupported(format_args!(
+                "{}: {} requantizes its FP8 weights of q, k and v, and behind a norm with a shift they have no bound",
+                need.stored.module, options.engine
+            ))
+        })
+    };
+    let mut layers = needs.iter().map(own).collect::<Result<Vec<_>>>()?;
+    for (index, layer) in spec.layers.iter().enumerate() {
+        let Some(source) = layer.kv_source else { continue };
+        let Some(writer) = spec.layers.iter().position(|layer| layer.number == source) else { continue };
+        let skip = &options.serving.skip;
+        if skip.has(layer) != skip.has(&spec.layers[writer]) {
+            return Err(Error::argument(format_args!(
+                "layers to skip: layer {} reads the cache of layer {source}: skip both or none",
+                layer.number
+            )));
+        }
+        let larger = |a: &[Descale], b: &[Descale]| a.iter().zip(b).map(|(a, b)| a.max(*b)).collect::<Vec<_>>();
+        let k = larger(&layers[index].k, &layers[writer].k);
+        let v = layers[index].v.as_deref().zip(layers[writer].v.as_deref()).map(|(a, b)| larger(a, b));
+        for place in [index, writer] {
+            (layers[place].k, layers[place].v) = (k.clone(), v.clone());
+        }
+    }
+    Ok(layers)
+}
+
 impl ExportOptions {
-    fn check(&self, spec: &crate::model::AttentionSpec, method: Method, reads: Reads) -> Result<()> {
+    fn check(&self, spec: &AttentionSpec, method: &Method, reads: &Reads) -> Result<()> {
         if !self.per_head {
             return Ok(());
         }
         let rule =
             if self.engine != Engine::Vllm || !reads.any() {
                 "only vLLM reads per-head scales"
-            } else if !matches!(method, Method::Plain | Method::CompressedTensors) {
+            } else if !(method.is_plain() || method.is_compressed_tensors()) {
                 "vLLM reads per-head scales only with compressed-tensors or unquantized weights"
             } else if !spec.layers.iter().all(|layer| {
                 (layer.n_q_heads, layer.n_kv_heads) == (spec.layers[0].n_q_heads, spec.layers[0].n_kv_heads)
@@ -295,121 +242,4 @@ impl ExportOptions {
             };
         Err(Error::argument(format_args!("{rule}: export one scale per tensor")))
     }
-}
-
-impl Certificate {
-    fn new(
-        checkpoint: &Checkpoint,
-        layers: &[LayerScales],
-        options: &ExportOptions,
-        reads: Reads,
-        method: Method,
-    ) -> Result<Self> {
-        let spec = checkpoint.spec();
-        let one = |layer: &LayerScales, operand: Operand| -> Result<Option<OperandCertificate>> {
-            let Some(row) = layer.row(operand) else {
-                // An engine that would read a scale gets an error; one that casts at 1.0 has no certificate.
-                return if reads.scale(operand) { layer.stored(operand, false).map(|_| None) } else { Ok(None) };
-            };
-            let needed = |per_head: bool| -> Vec<f32> {
-                if per_head {
-                    let entries = if operand == Operand::Q { layer.n_q_heads } else { row.len() };
-                    (0..entries).map(|entry| row[entry * row.len() / entries].get()).collect()
-                } else {
-                    vec![crate::plan::ScalePlan::per_tensor(row).get()]
-                }
-            };
-            Ok(Some(if reads.scale(operand) {
-                let scale = layer.stored(operand, options.per_head)?.into_iter().map(Descale::get).collect();
-                OperandCertificate::new(scale, needed(options.per_head), false)
-            } else {
-                OperandCertificate::new(vec![1.0], needed(false), true)
-            }))
-        };
-        let (prefill, centers) = (prefill_notes(layers), CenterCertificate::new(layers)?);
-        let layers = layers
-            .iter()
-            .map(|layer| {
-                let part = |operand| one(layer, operand);
-                let without = || Error::unsupported(format_args!("{}: q or k has no bound", layer.module));
-                Ok(LayerCertificate {
-                    layer: layer.layer,
-                    q: part(Operand::Q)?.ok_or_else(without)?,
-                    k: part(Operand::K)?.ok_or_else(without)?,
-                    v: part(Operand::V)?,
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let safe = layers.iter().all(|layer| layer.q.safe && layer.k.safe && layer.v.as_ref().is_some_and(|v| v.safe));
-        Ok(Self {
-            sigmascale: env!("CARGO_PKG_VERSION"),
-            engine: options.engine,
-            model: spec.name.clone(),
-            family: spec.family.clone(),
-            granularity: if options.per_head { "head" } else { "tensor" },
-            scales_file: reads.any().then_some(SCALES_FILE),
-            safe,
-            notes: [notes(&layers, options, reads, method), prefill].concat(),
-            centers,
-            layers,
-        })
-    }
-}
-
-/// What latent attention needs where prefill casts its expanded form at 1.0, as vLLM and TensorRT-LLM can be told to.
-fn prefill_notes(layers: &[LayerScales]) -> Vec<String> {
-    let expanded: Vec<_> = layers.iter().filter_map(|layer| layer.expanded.as_ref()).collect();
-    if expanded.is_empty() {
-        return vec![];
-    }
-    let row = |one: fn(&OperandDescales) -> &[Descale]| {
-        expanded.iter().flat_map(|descales| one(descales)).map(|scale| scale.get()).fold(0.0, f32::max)
-    };
-    let loads = [row(|d| &d.q), row(|d| &d.k), row(|d| d.v.as_deref().unwrap_or_default())];
-    let [q, k, v] = loads.map(|load| format!("{load:.3}"));
-    let safe = if loads.iter().all(|load| *load <= 1.0) { "safe" } else { "not certified" };
-    vec![
-        "q is the absorbed query here, k and v the cached row of latent and rotated key.".to_owned(),
-        format!("FP8 prefill casts q, k and v of each head at 1.0: {safe}, the bounds are {q}, {k} and {v} of 448."),
-    ]
-}
-
-/// What to know before serving.
-fn notes(layers: &[LayerCertificate], options: &ExportOptions, reads: Reads, method: Method) -> Vec<String> {
-    let mut notes = Vec::new();
-    notes.extend(reads.why.map(|why| format!("{why}.")));
-    type Part = fn(&LayerCertificate) -> Option<&OperandCertificate>;
-    let parts: [(&str, Part); 3] =
-        [("q", |layer| Some(&layer.q)), ("k", |layer| Some(&layer.k)), ("v", |layer| layer.v.as_ref())];
-    for (name, part) in parts {
-        let worst = layers
-            .iter()
-            .filter_map(|layer| Some((layer.layer, part(layer)?)))
-            .filter(|(_, operand)| operand.cast_at_one)
-            .max_by(|a, b| a.1.load.total_cmp(&b.1.load));
-        match worst {
-            Some((_, worst)) if worst.safe => {
-                notes.push(format!("{name} is safe at 1.0: its bound is {:.3} of 448.", worst.load));
-            }
-            Some((layer, worst)) => notes.push(format!(
-                "{name} is not certified at 1.0: in layer {layer} the bound is {:.3} times 448.",
-                worst.load
-            )),
-            None => {}
-        }
-        if layers.iter().any(|layer| part(layer).is_none()) {
-            notes.push(format!("{name} has no bound: there is no norm before its projection."));
-        }
-    }
-    if options.per_head {
-        notes.push(
-            "vLLM 0.32 cannot update or reload the weights of a model with per-head scales (AttributeError): export one scale a \
-             tensor for reinforcement learning."
-                .to_owned(),
-        );
-    }
-    if method == Method::Fp8 && reads.any() {
-        notes.push("The KV-cache type has to be named at the start: `auto` stays BF16 for this checkpoint.".to_owned());
-    }
-    notes
 }

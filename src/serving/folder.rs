@@ -1,7 +1,7 @@
 //! The files of a checkpoint in a new folder: linked or copied, without the scales that they may bring.
 
 use crate::error::{Error, Result};
-use crate::model::{INDEX, WeightFiles};
+use crate::model::{Checkpoint, INDEX, WeightFiles};
 use safetensors::tensor::TensorView;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -11,6 +11,9 @@ use std::path::{Path, PathBuf};
 const LINK_FROM: u64 = 1 << 20;
 /// The weights where no index tells of them.
 const SINGLE: &str = "model.safetensors";
+
+/// File of the certificate.
+pub(super) const CERTIFICATE_FILE: &str = "sigmascale.json";
 
 /// How the files came.
 #[derive(Default)]
@@ -149,4 +152,17 @@ pub(super) fn folder_of(path: &Path) -> Result<PathBuf> {
         return Ok(folder.to_owned());
     }
     Err(Error::argument(format_args!("{}: pass the checkpoint's folder, which holds all its files", path.display())))
+}
+
+/// Refuses a folder whose weights engines would load otherwise than they were read here.
+pub(super) fn check_read(checkpoint: &Checkpoint, folder: &Path, plain: bool, files: &WeightFiles) -> Result<()> {
+    checkpoint.check_loaded(files)?;
+    if plain && checkpoint.spec().fp8_inputs {
+        return Err(Error::format(
+            &folder.join("config.json"),
+            "projections are stored in FP8 (E4M3), but there is no `quantization_config`, without which engines load them \
+             without their scales: restore it",
+        ));
+    }
+    Ok(())
 }

@@ -5,22 +5,30 @@
 //! scales to BF16 keeps it. An engine that casts an operand at 1.0 gets a certificate in place of a scale: whether 1.0 covers the
 //! bound, or by how much it does not.
 //!
-//! Names, shapes and configs are those of vLLM 0.32, SGLang 0.5.23, TensorRT-LLM and mistral.rs of August 2026.
+//! Names, shapes and configs are those of vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM and mistral.rs of August 2026
+//! ([`Engine::version`]). They are data, and what the data do not tell is reported as unknown, never as safe.
 
+mod audit;
+mod census;
+mod certificate;
+mod description;
 mod engine;
 mod export;
 mod folder;
 mod names;
+mod needs;
+mod options;
 mod scales;
 mod settings;
 mod stream;
+mod unjudged;
 mod verify;
 
+pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, ScaleVerdict};
+pub use certificate::{CenterCertificate, Certificate, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate};
 pub use engine::{Engine, Operand};
-pub use export::{
-    CenterCertificate, Certificate, Export, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate,
-    SCALES_FILE, export,
-};
-pub use scales::{LayerScales, scale_file};
+pub use export::{Export, SCALES_FILE, export};
+pub use options::{Serving, SkipLayers};
+pub use scales::LayerScales;
 pub use stream::{Refit, ScaleStream, refit};
-pub use verify::{Audit, AuditEntry, LayerAudit, ScaleVerdict, verify};
+pub use verify::verify;

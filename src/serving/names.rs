@@ -1,12 +1,14 @@
-//! Names of attention scales as they are found in checkpoints, whoever wrote them; those that are written: [`super::engine`].
+//! Names of attention scales as they are found in checkpoints, whoever wrote them; those that engines read:
+//! [`super::description`].
 
+use super::census;
 use super::engine::Operand;
 use crate::error::Result;
 use crate::model::{AttentionSpec, LayerSpec, require_attention_module};
 
-/// Every name under which some loader looks for an attention scale of a model.
+/// The attention modules of a model, and the scales in them.
 pub(super) struct ScaleNames {
-    modules: Vec<String>,
+    pub modules: Vec<String>,
 }
 
 impl ScaleNames {
@@ -15,35 +17,34 @@ impl ScaleNames {
         Ok(Self { modules: spec.layers.iter().map(module).collect::<Result<_>>()? })
     }
 
-    /// The layer and operand that a tensor is a scale of, under any name.
-    pub fn meant(&self, name: &str) -> Option<(usize, Operand)> {
-        let inside = |module: &String| name.strip_prefix(module.as_str())?.strip_prefix('.');
-        let (layer, rest) = self.modules.iter().enumerate().find_map(|(at, module)| Some((at, inside(module)?)))?;
-        let last = rest.rsplit('.').next()?;
-        let operand = match last {
-            "q_scale" => Operand::Q,
-            "k_scale" | "kv_scale" => Operand::K,
-            "v_scale" => Operand::V,
-            "output_scale" => {
-                Operand::ALL.into_iter().find(|o| rest.ends_with(&format!("{}_proj.output_scale", o.letter())))?
-            }
-            "scale" => match rest {
-                "q.scale" => Operand::Q,
-                "k_cache.scale" => Operand::K,
-                "v_cache.scale" => Operand::V,
-                _ => return None,
-            },
-            _ => return None,
-        };
-        // A projection's own scale has other names (`weight_scale`, `input_scale`).
-        Some((layer, operand))
+    /// The layer whose attention module holds a tensor, and the rest of its name.
+    fn inside<'n>(&self, name: &'n str) -> Option<(usize, &'n str)> {
+        let rest = |module: &String| name.strip_prefix(module.as_str())?.strip_prefix('.');
+        self.modules.iter().enumerate().find_map(|(at, module)| Some((at, rest(module)?)))
     }
 
-    /// Whether a tensor belongs to the scales of attention: one of them, or a zero point beside it.
+    /// The layer and operand that a tensor is meant as a scale of, under any name.
+    pub fn meant(&self, name: &str) -> Option<(usize, Operand)> {
+        let (layer, rest) = self.inside(name)?;
+        if !census::is_scale(name) || census::is_zero_point(name) {
+            return None;
+        }
+        let mut parts = rest.rsplit('.');
+        let last = parts.next()?.trim_start_matches('_');
+        let operand = match last {
+            "scale" | "output_scale" => parts.next()?,
+            last => last,
+        };
+        match operand.trim_start_matches(['_']).chars().next()? {
+            'q' if !operand.starts_with("qk") => Some((layer, Operand::Q)),
+            'k' => Some((layer, Operand::K)),
+            'v' => Some((layer, Operand::V)),
+            _ => None,
+        }
+    }
+
+    /// Whether a tensor belongs to the scales of the model's attention: one of them, or a zero point beside it.
     pub fn is_scale(&self, name: &str) -> bool {
-        let beside = ["q_zero_point", "k_zero_point", "v_zero_point", "prob_scale", "prob_output_scale"];
-        let last = name.rsplit('.').next().unwrap_or_default();
-        self.meant(name).is_some()
-            || beside.contains(&last) && self.modules.iter().any(|module| name.starts_with(&format!("{module}.")))
+        self.inside(name).is_some() && census::is_scale(name)
     }
 }

@@ -118,7 +118,7 @@ impl LayerScales {
     }
 
     /// What is stored for an operand: the largest of the heads, or with `per_head` one entry a head (q: a query head), rounded up
-    /// to BF16.
+    /// to BF16, and above 1.0 where that would be it.
     ///
     /// # Errors
     /// `is_unsupported` if the operand has no bound, `is_non_finite` if its scale is past BF16.
@@ -137,16 +137,18 @@ impl LayerScales {
             }
             (true, _) => row.to_vec(),
         };
-        let up = |scale: Descale| scale.up_to_bf16().map_err(|error| error.within(&self.module));
+        // Loaders take exactly 1.0 for a scale that is not there, and later updates of the weights then pass it over.
+        let past = |scale: Descale| match scale {
+            Descale::ONE => Descale::new(1.0f32.next_up())?.up_to_bf16(),
+            other => Ok(other),
+        };
+        let up = |scale: Descale| scale.up_to_bf16().and_then(past).map_err(|error| error.within(&self.module));
         row.into_iter().map(up).collect()
     }
 }
 
 /// The safetensors file of one engine's scales: f32, of shape `[]` or with `per_head` `[heads, 1, 1]`.
-///
-/// # Errors
-/// As [`LayerScales::stored`]; `is_argument` if a layer stands twice.
-pub fn scale_file(
+pub(super) fn scale_file(
     engine: Engine,
     family: &str,
     layers: &[LayerScales],

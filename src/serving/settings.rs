@@ -1,15 +1,60 @@
 //! `config.json`, `hf_quant_config.json` and the index: read as they are, merged, written back.
 
-use super::engine::{Engine, Method};
+use super::engine::Engine;
 use crate::error::{Error, Result};
-use crate::model::quoted_non_finite;
+use crate::model::{quoted_non_finite, read_capped};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// In front of what Python writes bare and JSON does not know, while it is a text.
 const MARK: &str = "sigmascale: bare ";
+/// Longest file of settings, in bytes.
+const LONGEST: u64 = 64 << 20;
 /// ModelOpt's own config.
 pub(super) const HF_QUANT: &str = "hf_quant_config.json";
+
+/// How the weights of a checkpoint are stored, as far as attention scales depend on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Method {
+    /// `quant_method`; empty without a `quantization_config`.
+    pub name: String,
+    /// ModelOpt's `quant_algo`.
+    pub algorithm: Option<String>,
+    /// Whether ModelOpt's settings are those of `hf_quant_config.json`.
+    pub nested: bool,
+}
+
+impl Method {
+    /// The word of the engines' tables: `fp8`, `modelopt:NVFP4`, or empty.
+    pub fn key(&self) -> String {
+        match &self.algorithm {
+            Some(algorithm) => format!("{}:{algorithm}", self.name),
+            None => self.name.clone(),
+        }
+    }
+
+    /// The method of such a word.
+    #[cfg(test)]
+    pub fn named(key: &str) -> Self {
+        let (name, algorithm) = key.split_once(':').map_or((key, None), |(name, algorithm)| (name, Some(algorithm)));
+        Self { name: name.to_owned(), algorithm: algorithm.map(str::to_owned), nested: false }
+    }
+
+    /// Whether there is no `quantization_config`.
+    pub fn is_plain(&self) -> bool {
+        self.name.is_empty()
+    }
+
+    /// Whether it is compressed-tensors.
+    pub fn is_compressed_tensors(&self) -> bool {
+        self.name == "compressed-tensors"
+    }
+
+    /// Whether vLLM loads its scales by the class that rounds them to the model's type, and takes k's for a v that is missing.
+    pub fn is_base(&self) -> bool {
+        !self.is_plain() && !self.is_compressed_tensors()
+    }
+}
 
 /// A file of settings.
 pub(super) struct Settings {
@@ -18,7 +63,7 @@ pub(super) struct Settings {
 
 impl Settings {
     pub fn read(file: &Path) -> Result<Self> {
-        let bytes = std::fs::read(file).map_err(|e| Error::io(file, "read", e))?;
+        let bytes = read_capped(file, LONGEST, "a file of settings")?;
         match serde_json::from_slice(&quoted_non_finite(&bytes, MARK)) {
             Ok(Value::Object(value)) => Ok(Self { value }),
             Ok(_) => Err(Error::format(file, "expected a JSON object")),
@@ -62,23 +107,86 @@ impl Settings {
         top.or(text).and_then(Value::as_object)
     }
 
-    /// How the weights are stored. Where the config does not say it, engines ask ModelOpt's own (`aside`).
-    pub fn method(&self, aside: Option<&Settings>) -> Method {
-        let Some(map) = self.quantization() else {
-            let algorithm = aside.and_then(|aside| aside.value.get("quantization")?.get("quant_algo")?.as_str());
-            return match algorithm {
-                Some("FP8") => Method::ModelOpt,
-                Some(_) => Method::Other,
-                None => Method::Plain,
+    /// A value of the text model.
+    pub fn text(&self, key: &str) -> Option<&Value> {
+        self.value.get("text_config").and_then(|text| text.get(key)).or_else(|| self.value.get(key))
+    }
+
+    /// The `model_type`s of the text model and of the whole.
+    pub fn types(&self) -> Vec<&str> {
+        let text = self.value.get("text_config").and_then(|text| text.get("model_type")).and_then(Value::as_str);
+        text.into_iter().chain([self.model_type()]).collect()
+    }
+
+    /// How the weights are stored, as an engine with these rules sees it. Where the config does not say it, engines ask ModelOpt's
+    /// own (`aside`).
+    pub fn method(&self, aside: Option<&Settings>, upper_case: bool, needs_producer: bool) -> Method {
+        let by_modelopt = |map: &Map<String, Value>| {
+            let nested = map.get("quantization").and_then(Value::as_object);
+            let said = |map: &Map<String, Value>| {
+                map.get("quant_algo").filter(|value| !value.is_null()).map(|value| match value.as_str() {
+                    Some(text) if upper_case => text.to_uppercase(),
+                    Some(text) => text.to_owned(),
+                    None => value.to_string(),
+                })
             };
+            let algorithm = nested.and_then(said).or_else(|| said(map))?;
+            Some(Method { name: "modelopt".to_owned(), algorithm: Some(algorithm), nested: nested.is_some() })
         };
-        match map.get("quant_method").and_then(Value::as_str) {
-            Some("compressed-tensors") => Method::CompressedTensors,
-            Some("fp8") => Method::Fp8,
-            Some("modelopt") => Method::ModelOpt,
-            Some("quark") => Method::Quark,
-            _ => Method::Other,
+        let plain = Method { name: String::new(), algorithm: None, nested: false };
+        let Some(map) = self.quantization() else {
+            let Some(aside) = aside else { return plain };
+            let producer = aside.value.get("producer").and_then(|made| made.get("name")).and_then(Value::as_str);
+            if needs_producer && producer != Some("modelopt") {
+                return plain;
+            }
+            return by_modelopt(&aside.value).unwrap_or(plain);
+        };
+        let name = map.get("quant_method").and_then(Value::as_str).unwrap_or_default().to_lowercase();
+        let name = name.replace("compressed_tensors", "compressed-tensors");
+        let modelopt = name.starts_with("modelopt")
+            || name.is_empty() && map.get("producer").is_some_and(|made| made["name"] == "modelopt");
+        if modelopt {
+            let unnamed = || Method { name: "modelopt".to_owned(), algorithm: Some("unnamed".to_owned()), nested: false };
+            return by_modelopt(map).unwrap_or_else(unnamed);
         }
+        let name = if name.is_empty() { "unnamed".to_owned() } else { name };
+        Method { name, algorithm: None, nested: false }
+    }
+
+    /// Whether nothing says that the weights are quantized.
+    pub fn is_plain(&self, aside: Option<&Settings>) -> bool {
+        self.method(aside, true, false).is_plain()
+    }
+
+    /// Whether ModelOpt's settings ask for an FP8 cache, by the keys that an engine with these rules looks at.
+    pub fn asks(&self, aside: Option<&Settings>, both_keys: bool) -> bool {
+        let Some(map) = self.quantization().or(aside.map(|aside| &aside.value)) else { return false };
+        let algorithm = |map: &Map<String, Value>| map.get("kv_cache_quant_algo").is_some_and(|value| !value.is_null());
+        if let Some(nested) = map.get("quantization").and_then(Value::as_object) {
+            return algorithm(nested);
+        }
+        match map.get("kv_cache_scheme") {
+            Some(scheme) if scheme.is_object() => scheme["type"] == "float" && scheme["num_bits"] == 8,
+            _ => both_keys && algorithm(map),
+        }
+    }
+
+    /// Whether Quark's `exclude` matches a module, by name or by regular expression from its start; none where an expression is not
+    /// one that is read here.
+    pub fn quark_excludes(&self, module: &str) -> Option<bool> {
+        let Some(list) = self.quantization().and_then(|map| map.get("exclude")?.as_array()) else { return Some(false) };
+        let mut found = false;
+        for entry in list.iter().filter_map(Value::as_str) {
+            found |= match entry.strip_prefix("re:") {
+                Some(pattern) => {
+                    let start = regex_lite::Regex::new(&format!("^(?:{pattern})")).ok()?;
+                    start.is_match(module)
+                }
+                None => entry == module,
+            };
+        }
+        Some(found)
     }
 
     /// Whether the weights run in F16, into which some loaders round scales.
@@ -91,22 +199,22 @@ impl Settings {
         name.is_some_and(|name| name.strip_prefix("torch.").unwrap_or(&name) == "float16")
     }
 
-    /// Asks for an FP8 cache with the checkpoint's scales. Whether something changed.
-    pub fn ask_for_fp8(&mut self, engine: Engine, method: Method, per_head: bool) -> bool {
+    /// Asks for an FP8 cache with the checkpoint's scales.
+    pub fn ask_for_fp8(&mut self, engine: Engine, method: &Method, per_head: bool) {
         if !matches!(engine, Engine::Vllm | Engine::Sglang) {
-            return false;
+            return;
         }
         let scheme = json!({"num_bits": 8, "type": "float", "strategy": if per_head { "attn_head" } else { "tensor" },
             "symmetric": true, "dynamic": false});
         let holder = self.holder("quantization_config");
-        match method {
-            Method::Plain => {
+        match method.name.as_str() {
+            "" => {
                 holder.insert(
                     "quantization_config".to_owned(),
                     json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}),
                 );
             }
-            Method::CompressedTensors => {
+            "compressed-tensors" => {
                 holder["quantization_config"]["kv_cache_scheme"] = scheme;
                 // Per-head scales are read only where it is there.
                 if holder["quantization_config"].get("config_groups").is_none_or(Value::is_null) {
@@ -114,45 +222,26 @@ impl Settings {
                 }
             }
             // Else ModelOpt's own config asks for it.
-            Method::ModelOpt if holder.contains_key("quantization_config") => {
+            "modelopt" if holder.contains_key("quantization_config") => {
                 holder["quantization_config"]["kv_cache_scheme"] =
                     json!({"dynamic": false, "num_bits": 8, "type": "float"});
             }
-            Method::ModelOpt | Method::Fp8 | Method::Quark | Method::Other => return false,
+            _ => {}
         }
-        true
     }
 }
 
-/// ModelOpt's own config with an FP8 cache: merged where there is one, made for TensorRT-LLM where nothing else says how weights are
-/// stored. Fails where `quantization` in `from`'s is no object.
-pub(super) fn hf_quant_config(
-    from: &Path,
-    engine: Engine,
-    method: Method,
-    found: Option<Settings>,
-) -> Result<Option<Settings>> {
-    match (found, method) {
-        (Some(mut settings), _) => {
-            let quantization = settings.value.entry("quantization").or_insert_with(|| json!({}));
-            if quantization.is_null() {
-                *quantization = json!({});
-            }
-            let Some(quantization) = quantization.as_object_mut() else {
-                return Err(Error::format(
-                    &from.join(HF_QUANT),
-                    "`quantization` is not a JSON object: mend or remove it",
-                ));
-            };
-            quantization.insert("kv_cache_quant_algo".to_owned(), json!("FP8"));
-            Ok(Some(settings))
-        }
-        (None, Method::Plain) if engine == Engine::Trtllm => {
-            let mut value = Map::new();
-            value.insert("producer".to_owned(), json!({"name": "sigmascale", "version": env!("CARGO_PKG_VERSION")}));
-            value.insert("quantization".to_owned(), json!({"quant_algo": null, "kv_cache_quant_algo": "FP8"}));
-            Ok(Some(Settings { value }))
-        }
-        _ => Ok(None),
+/// ModelOpt's own config with an FP8 cache, where there is one. Fails where `quantization` in `from`'s is no object.
+pub(super) fn hf_quant_config(from: &Path, found: Option<Settings>) -> Result<Option<Settings>> {
+    let Some(mut settings) = found else { return Ok(None) };
+    let quantization = settings.value.entry("quantization").or_insert_with(|| json!({}));
+    if quantization.is_null() {
+        *quantization = json!({});
     }
+    let Some(quantization) = quantization.as_object_mut() else {
+        let rule = "`quantization` is not a JSON object: mend or remove it";
+        return Err(Error::format(&from.join(HF_QUANT), rule));
+    };
+    quantization.insert("kv_cache_quant_algo".to_owned(), json!("FP8"));
+    Ok(Some(settings))
 }

@@ -1,115 +1,63 @@
 //! Which scales each engine would use, beside those that the weights need.
+//!
+//! Safe is said only where everything that decides was seen. Every tensor that looks like a scale of attention, every weight of
+//! attention and every file of an adapter is told apart ([`super::census`]); what an engine makes of a stored name follows from
+//! the engine's own rules ([`super::description`]); what neither tells is unknown.
 
-use super::engine::{Engine, Method, Operand, Reads};
-use super::export::{CERTIFICATE_FILE, check_read};
-use super::folder::folder_of;
+use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, ScaleVerdict};
+use super::census;
+use super::description::{Carries, Loads, Parameters};
+use super::engine::{Engine, Operand};
+use super::folder::{CERTIFICATE_FILE, check_read, folder_of};
 use super::names::ScaleNames;
+use super::needs::{KEY_AND_VALUE, Need, biased, needs};
+use super::options::Serving;
 use super::scales::LayerScales;
-use super::settings::{HF_QUANT, Settings};
+use super::settings::{HF_QUANT, Method, Settings};
+use super::unjudged::unjudged;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles};
-use crate::named;
+use crate::plan::ScalePlan;
 use safetensors::Dtype;
-use serde::Serialize;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// Scales up to this many times what the weights need may come from them (powers of two, margins); larger ones do not.
 const FOREIGN_FROM: f32 = 2.0;
 /// How far below what is needed a rounding to BF16 can put a scale.
 const ROUNDING: f32 = 1.0 / 128.0;
+/// The smallest scale under which probabilities, of at most 1, fit.
+const LEAST_PROBABILITY: f32 = 1.0 / 448.0;
 
-named! {
-    /// What is said of a scale.
-    pub enum ScaleVerdict is "verdict" {
-        /// No value can overflow under it.
-        Safe = "safe",
-        /// A normalized input can overflow it.
-        Overflow = "overflow",
-        /// Other layers have one, this has none: the engine uses 1.0. Or none has one, and 1.0 does not cover the bound.
-        Missing = "missing",
-        /// Stored as 1.0, the loaders' default, where the weights need another.
-        Default = "default",
-        /// Below what is needed by a rounding: of the file, or of the engine's loader.
-        RoundedBelow = "rounded-below",
-        /// More than twice what these weights can need: it is of other weights.
-        Foreign = "foreign",
-        /// NaN, infinite, 0 or negative: no scale. Engines cast with it, use 1.0 in its place, or do not start.
-        Invalid = "invalid",
-        /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
-        NotLoaded = "not-loaded",
-        /// The operand has no bound, so no scale can be guaranteed.
-        Unbounded = "unbounded",
-    }
-}
-
-/// One scale that the engine would use.
-#[derive(Clone, Debug, Serialize)]
-pub struct AuditEntry {
-    /// What the engine casts with; NaN, null in JSON, where that is stored.
-    pub scale: f32,
-    /// The worst-case bound over 448; null without one.
-    pub needed: Option<f32>,
-    /// What is said of it.
-    pub verdict: ScaleVerdict,
-    /// What is stored, before the engine's rounding and reductions; null where it casts at 1.0.
-    pub stored: Option<f32>,
-    /// The reason, for people.
-    pub why: String,
-}
-
-/// The scales of one layer: an entry a tensor, or one a KV head.
-#[derive(Clone, Debug, Serialize)]
-pub struct LayerAudit {
-    /// The model's own number.
-    pub layer: usize,
-    /// Queries.
-    pub q: Vec<AuditEntry>,
-    /// Keys.
-    pub k: Vec<AuditEntry>,
-    /// Values.
-    pub v: Vec<AuditEntry>,
-}
-
-impl LayerAudit {
-    /// All entries, with their operand.
-    pub fn entries(&self) -> impl Iterator<Item = (char, &AuditEntry)> {
-        [('q', &self.q), ('k', &self.k), ('v', &self.v)]
-            .into_iter()
-            .flat_map(|(letter, row)| row.iter().map(move |entry| (letter, entry)))
-    }
-}
-
-/// What one engine would do with a checkpoint.
-#[derive(Clone, Debug, Serialize)]
-pub struct Audit {
-    /// Engine.
-    pub engine: Engine,
-    /// Model.
-    pub model: String,
-    /// Whether no operand of any layer can overflow, by scales that are the checkpoint's own.
-    pub safe: bool,
-    /// What holds for the whole checkpoint.
-    pub notes: Vec<String>,
-    /// Layers with attention.
-    pub layers: Vec<LayerAudit>,
-}
-
-/// Audits a checkpoint for these engines. `each` is called after each layer, and stops the work by an error.
+/// Audits a checkpoint for these engines, whose servers are started with these options. `each` is called after each layer, and
+/// stops the work by an error.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`Checkpoint::layer`]: a checkpoint that cannot be read or bounded has no audit.
-pub fn verify(checkpoint: &Checkpoint, engines: &[Engine], each: &mut dyn FnMut() -> Result<()>) -> Result<Vec<Audit>> {
-    let spec = checkpoint.spec();
+/// As [`Checkpoint::open`] and [`Checkpoint::layer`]: a checkpoint that cannot be read or bounded has no audit. `is_argument` if a
+/// layer to skip is not there, or an engine cannot skip layers.
+pub fn verify(
+    checkpoint: &Checkpoint,
+    engines: &[Engine],
+    serving: &Serving,
+    each: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Audit>> {
+    serving.check(checkpoint.spec(), engines.first().is_none_or(|engine| engine.description().skips_layers))?;
     let folder = folder_of(checkpoint.path())?;
     let found = Found::read(&folder, checkpoint)?;
-    let mut layers = Vec::with_capacity(spec.layers.len());
-    for layer in 0..spec.layers.len() {
-        layers.push(LayerScales::new(spec, checkpoint.layer(layer)?)?);
-        each()?;
+    // Engines that compute alike share the bounds.
+    let mut done: Vec<(AttentionSpec, Vec<Need>)> = Vec::new();
+    let mut audits = Vec::with_capacity(engines.len());
+    for engine in engines {
+        let spec = engine.spec(checkpoint.spec(), &found.config, found.generation.as_ref(), serving);
+        if !done.iter().any(|(own, _)| *own == spec) {
+            let needs = needs(checkpoint, &spec, each)?;
+            done.push((spec.clone(), needs));
+        }
+        let (spec, needs) = done.iter().find(|(own, _)| *own == spec).expect("it was just made");
+        audits.push(found.audit(*engine, spec, needs, &engine.serving(serving), &folder));
     }
-    Ok(engines.iter().map(|engine| found.audit(*engine, spec, &layers)).collect())
+    Ok(audits)
 }
 
 impl Engine {
@@ -121,29 +69,24 @@ impl Engine {
 }
 
 /// A stored scale.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 struct Stored {
     values: Vec<f32>,
     /// File and name, for people.
     place: String,
 }
 
-impl Stored {
-    /// The smallest value; of none that is a number, less than any.
-    fn smallest(&self) -> f32 {
-        self.values.iter().map(|x| if x.is_nan() { f32::NEG_INFINITY } else { *x }).fold(f32::INFINITY, f32::min)
-    }
-}
-
 /// What a folder holds.
 struct Found {
     config: Settings,
-    method: Method,
+    generation: Option<Settings>,
     names: ScaleNames,
-    /// In the files that engines read, by name.
-    listed: BTreeMap<String, Stored>,
+    /// Scales in the files that engines read, by name: one of each file that has it.
+    listed: BTreeMap<String, Vec<Stored>>,
     /// In files that the index does not name, by name.
     unlisted: BTreeMap<String, Stored>,
+    /// What was found and not judged, whoever serves it.
+    unjudged: Vec<Unjudged>,
     /// `consolidated*.safetensors`, which vLLM prefers.
     consolidated: bool,
     /// ModelOpt's own config.
@@ -157,302 +100,543 @@ impl Found {
         let config = Settings::read(&folder.join("config.json"))?;
         let names = ScaleNames::new(checkpoint.spec())?;
         let files = WeightFiles::open(folder)?;
-        let scales = |files: &WeightFiles| {
-            let mut found = BTreeMap::<String, Stored>::new();
-            for tensor in files.tensors().filter(|tensor| names.meant(tensor.name).is_some()) {
-                let new = Stored { values: values(&tensor), place: place(&tensor) };
-                // In two files: which of them counts depends on the order in which they are loaded.
-                let kept = found.remove(tensor.name).filter(|kept| kept.smallest() <= new.smallest());
-                found.insert(tensor.name.to_owned(), kept.unwrap_or(new));
-            }
-            found
-        };
-        let listed = scales(&files);
+        let aside = Settings::read_if_present(&folder.join(HF_QUANT))?;
+        check_read(checkpoint, folder, config.is_plain(aside.as_ref()), &files)?;
+        let wanted = |tensor: &RawTensor<'_>| census::is_scale(tensor.name) && !census::is_zero_point(tensor.name);
+        let mut listed = BTreeMap::<String, Vec<Stored>>::new();
+        for tensor in files.tensors().filter(wanted) {
+            let new = Stored { values: values(&tensor), place: place(&tensor) };
+            listed.entry(tensor.name.to_owned()).or_default().push(new);
+        }
         // A file that nobody reads may be broken.
-        let unlisted = files.open_unlisted(folder).map(|files| scales(&files)).unwrap_or_default();
+        let others = files.open_unlisted(folder);
+        let unlisted = others.iter().flat_map(|files| files.tensors().filter(wanted));
+        let unlisted =
+            unlisted.map(|tensor| (tensor.name.to_owned(), Stored { values: values(&tensor), place: place(&tensor) }));
+        let unlisted = unlisted.collect();
         let consolidated =
             files.files().chain(files.unlisted.iter().map(String::as_str)).any(|name| name.starts_with("consolidated"));
-        let aside = Settings::read_if_present(&folder.join(HF_QUANT))?;
-        let method = config.method(aside.as_ref());
-        check_read(checkpoint, folder, method, &files)?;
+        let unjudged = unjudged(folder, checkpoint, &config, &names, &files);
         let factor_files = factor_files(folder)?;
-        Ok(Self { config, method, names, listed, unlisted, consolidated, aside, factor_files })
+        let generation = Settings::read_if_present(&folder.join("generation_config.json"))?;
+        Ok(Self { config, generation, names, listed, unlisted, unjudged, consolidated, aside, factor_files })
     }
 
-    /// Whether ModelOpt's settings ask for an FP8 cache, without which SGLang makes no room for scales.
-    fn modelopt_asks(&self) -> bool {
-        let own = self.config.quantization();
-        let aside = || self.aside.as_ref()?.value.get("quantization")?.as_object();
-        let Some(map) = own.or_else(aside) else { return false };
-        map.get("kv_cache_scheme").is_some_and(|scheme| scheme["type"] == "float" && scheme["num_bits"] == 8)
-            || map.get("kv_cache_quant_algo").is_some_and(|algorithm| !algorithm.is_null())
+    fn method(&self, engine: Engine) -> Method {
+        let description = engine.description();
+        self.config.method(self.aside.as_ref(), description.upper_case, description.needs_producer)
     }
 
-    /// Why an engine loads no scale of this checkpoint, where its config or its files keep it from that.
-    fn blocked(&self, engine: Engine) -> Option<String> {
-        let text = |why: &str| Some(why.to_owned());
+    /// Whether an engine loads the scales of this checkpoint, by its config and its files.
+    fn gate(&self, engine: Engine, method: &Method) -> Gate {
+        let closed = |why: &str| Gate::Closed(why.to_owned());
+        if engine == Engine::Vllm && self.consolidated {
+            return closed("vLLM loads the `consolidated` safetensors of this folder, which have none of these names");
+        }
+        let key = method.key();
+        let description = engine.description();
+        let Some((_, carries)) = description.methods.iter().find(|(word, _)| *word == key) else {
+            let place = format!("{engine} {} for weights stored as `{key}`", description.version);
+            return Gate::Unknown(format!("whether scales are loaded is not known of {place}"));
+        };
+        match carries {
+            Carries::Always | Carries::NotExcluded => Gate::Open,
+            Carries::Never(why) => closed(why),
+            Carries::Asked if self.config.asks(self.aside.as_ref(), engine == Engine::Sglang) => Gate::Open,
+            Carries::Asked => Gate::Closed(format!(
+                "ModelOpt's config has neither `kv_cache_scheme` nor `kv_cache_quant_algo`, so {engine} reads no scale"
+            )),
+            Carries::Scheme => self.scheme_gate(engine),
+        }
+    }
+
+    fn scheme_gate(&self, engine: Engine) -> Gate {
+        let closed = |why: &str| Gate::Closed(why.to_owned());
         let scheme = self.config.quantization().and_then(|map| map.get("kv_cache_scheme")).filter(|s| !s.is_null());
-        match (engine, self.method) {
-            (Engine::Vllm, _) if self.consolidated => {
-                text("vLLM loads the `consolidated` safetensors of this folder, which have none of these names")
-            }
-            (Engine::Vllm, Method::Plain) => {
-                text("the config has no `quantization_config`, without which vLLM refuses a checkpoint that has scales")
-            }
-            (Engine::Sglang, Method::Plain) => {
-                text("the config has no `quantization_config`, so SGLang reads no scale")
-            }
-            (Engine::Vllm | Engine::Sglang, Method::CompressedTensors) => {
-                let Some(scheme) = scheme else {
-                    // vLLM makes room for scales without a scheme, too.
-                    let why = "the config has no `kv_cache_scheme`, so SGLang reads no scale";
-                    return (engine == Engine::Sglang).then(|| why.to_owned());
-                };
-                let strategy = scheme.get("strategy").and_then(Value::as_str).unwrap_or_default();
-                let flag = |key: &str| scheme.get(key).and_then(Value::as_bool);
-                let groups = self.config.quantization().and_then(|map| map.get("config_groups"));
-                let has_groups = groups.is_some_and(Value::is_object);
-                if scheme.get("type") != Some(&json!("float")) || scheme.get("num_bits") != Some(&json!(8)) {
-                    text("`kv_cache_scheme` is not 8-bit float")
-                } else if !flag("symmetric").unwrap_or(engine == Engine::Sglang) {
-                    text("`kv_cache_scheme` has no `symmetric: true`")
-                } else if engine == Engine::Sglang && flag("dynamic") == Some(true) {
-                    text("`kv_cache_scheme` is dynamic")
-                } else if self.per_head(engine) && !has_groups {
-                    text("`quantization_config` has no `config_groups`, without which vLLM reads no per-head scales")
-                } else if strategy != "tensor" && !(engine == Engine::Vllm && strategy == "attn_head") {
-                    Some(format!("{engine} does not read `kv_cache_scheme` with this `strategy`"))
-                } else {
-                    None
-                }
-            }
-            (Engine::Sglang, Method::ModelOpt) if !self.modelopt_asks() => text(
-                "ModelOpt's config has neither `kv_cache_scheme` nor `kv_cache_quant_algo`, so SGLang reads no scale",
-            ),
-            _ => None,
+        let Some(scheme) = scheme else {
+            // vLLM makes room for scales without a scheme, too.
+            return match engine {
+                Engine::Vllm => Gate::Open,
+                _ => closed("the config has no `kv_cache_scheme`, so SGLang reads no scale"),
+            };
+        };
+        // SGLang passes over what it does not support, vLLM ends.
+        let wrong = |why: String| match engine {
+            Engine::Vllm => Gate::Refused(why),
+            _ => Gate::Closed(why),
+        };
+        let strategy = scheme.get("strategy").and_then(Value::as_str).unwrap_or_default();
+        let flag = |key: &str| scheme.get(key).and_then(Value::as_bool);
+        let groups = self.config.quantization().and_then(|map| map.get("config_groups"));
+        let has_groups = groups.is_some_and(Value::is_object);
+        if scheme.get("type") != Some(&json!("float")) || scheme.get("num_bits") != Some(&json!(8)) {
+            wrong("`kv_cache_scheme` is not 8-bit float".to_owned())
+        } else if !flag("symmetric").unwrap_or(engine == Engine::Sglang) {
+            wrong("`kv_cache_scheme` has no `symmetric: true`".to_owned())
+        } else if engine == Engine::Sglang && flag("dynamic") == Some(true) {
+            closed("`kv_cache_scheme` is dynamic")
+        } else if self.per_head(engine) && !has_groups {
+            closed("`quantization_config` has no `config_groups`, without which vLLM reads no per-head scales")
+        } else if strategy != "tensor" && !(engine == Engine::Vllm && strategy == "attn_head") {
+            wrong(format!("{engine} does not read `kv_cache_scheme` with this `strategy`"))
+        } else {
+            Gate::Open
         }
     }
 
     fn per_head(&self, engine: Engine) -> bool {
         let scheme = self.config.quantization().and_then(|map| map.get("kv_cache_scheme"));
         let strategy = scheme.and_then(|scheme| scheme.get("strategy")).and_then(|s| s.as_str());
-        engine == Engine::Vllm && self.method == Method::CompressedTensors && strategy == Some("attn_head")
+        engine == Engine::Vllm && self.method(engine).is_compressed_tensors() && strategy == Some("attn_head")
     }
 
-    fn audit(&self, engine: Engine, spec: &AttentionSpec, layers: &[LayerScales]) -> Audit {
-        let reads = engine.reads(spec, self.config.model_type(), self.method);
-        let blocked = self.blocked(engine).filter(|_| reads.any());
-        let loaded: Vec<[Option<Stored>; 3]> =
-            layers.iter().map(|layer| Operand::ALL.map(|operand| self.loaded(engine, spec, layer, operand))).collect();
-        let anywhere = Operand::ALL.map(|operand| loaded.iter().any(|layer| layer[operand as usize].is_some()));
-        let rows = layers.iter().zip(&loaded).enumerate().map(|(index, (layer, own))| {
-            let row = |operand| {
-                let case = Case { found: self, engine, reads, index, layer, own, anywhere: anywhere[operand as usize] };
-                case.row(operand, blocked.as_deref())
-            };
-            LayerAudit { layer: layer.layer, q: row(Operand::Q), k: row(Operand::K), v: row(Operand::V) }
-        });
-        let layers: Vec<LayerAudit> = rows.collect();
-        let safe = layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == ScaleVerdict::Safe);
-        let mut notes: Vec<String> = reads.why.iter().map(|why| format!("{why}.")).collect();
-        notes.extend(blocked.map(|why| format!("No scale is loaded: {why}.")));
-        let factors = self.factor_files.iter();
-        notes.extend(
-            factors.map(|name| format!("{engine} does not read the cache factors of {name} with the checkpoint.")),
-        );
-        Audit { engine, model: spec.name.clone(), safe, notes, layers }
-    }
-
-    /// What an engine finds for an operand, by the names that it reads.
-    fn loaded(&self, engine: Engine, spec: &AttentionSpec, layer: &LayerScales, operand: Operand) -> Option<Stored> {
-        let names = engine.names(&spec.family, &layer.module, operand, self.method);
-        let found = names.iter().filter_map(|name| self.listed.get(name));
-        // Of several names the one that is read last counts, which depends on the files: the smallest is judged.
-        found.min_by(|a, b| a.smallest().total_cmp(&b.smallest())).cloned()
-    }
-
-    /// A scale of this operand that the engine does not read, and why.
-    fn unread(&self, index: usize, operand: Operand) -> Option<(&Stored, &'static str)> {
-        let of = |map: &'_ BTreeMap<String, Stored>| -> Option<String> {
-            map.keys().find(|name| self.names.meant(name) == Some((index, operand))).cloned()
+    fn audit(
+        &self,
+        engine: Engine,
+        spec: &AttentionSpec,
+        needs: &[Need],
+        serving: &Serving,
+        folder: &Path,
+    ) -> Audit {
+        let description = engine.description();
+        let method = self.method(engine);
+        let loads = description.loads(spec, &self.config.types());
+        let (parameters, partly) = match &loads {
+            Some(Loads::Scales(names)) => (Some(names), None),
+            Some(Loads::Partly(names, why)) => (Some(names), Some(*why)),
+            _ => (None, None),
         };
-        let listed = of(&self.listed).map(|name| (&self.listed[&name], "not a name that the engine reads"));
-        let unlisted =
-            || of(&self.unlisted).map(|name| (&self.unlisted[&name], "in a file that the index does not name"));
-        listed.or_else(unlisted)
+        let parameters = parameters.map(|names| description.parameters(names, &self.names.modules, &method));
+        let gate = if parameters.is_some() { self.gate(engine, &method) } else { Gate::Open };
+        let case = Case { found: self, engine, spec, method: &method, loads, gate, partly, parameters, serving };
+        let (candidates, strays) = case.candidates();
+        let anywhere = Operand::ALL.map(|operand| candidates.iter().any(|layer| !layer[operand as usize].is_empty()));
+        let rows = needs.iter().enumerate().map(|(index, need)| {
+            let row = |operand: Operand| case.row(index, operand, need, &candidates[index], anywhere[operand as usize]);
+            LayerAudit { layer: need.stored.layer, q: row(Operand::Q), k: row(Operand::K), v: row(Operand::V) }
+        });
+        let mut layers: Vec<LayerAudit> = rows.collect();
+        case.compare_shared(&mut layers, &candidates);
+        let mut unjudged = self.unjudged.clone();
+        unjudged.extend(case.unjudged(&strays, &layers));
+        let safe = unjudged.is_empty()
+            && layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == ScaleVerdict::Safe);
+        let mut notes = case.notes();
+        notes.extend(biased(needs, spec, engine, &folder.display().to_string(), serving));
+        let (model, version) = (spec.name.clone(), description.version);
+        let outcome = Outcome::of(&layers, &unjudged);
+        Audit { engine, version, model, safe, outcome, serving: serving.clone(), notes, unjudged, layers }
     }
 }
 
-/// One layer of one engine.
+/// Whether scales get into an engine.
+enum Gate {
+    Open,
+    Closed(String),
+    /// The engine does not start.
+    Refused(String),
+    Unknown(String),
+}
+
+/// One engine's view of a folder.
 struct Case<'a> {
     found: &'a Found,
     engine: Engine,
-    reads: Reads,
-    index: usize,
-    layer: &'a LayerScales,
-    own: &'a [Option<Stored>; 3],
-    /// Whether some layer has a scale for the operand.
-    anywhere: bool,
+    spec: &'a AttentionSpec,
+    method: &'a Method,
+    loads: Option<Loads>,
+    gate: Gate,
+    partly: Option<&'static str>,
+    parameters: Option<Parameters>,
+    serving: &'a Serving,
 }
 
-impl Case<'_> {
-    fn row(&self, operand: Operand, blocked: Option<&str>) -> Vec<AuditEntry> {
-        let Some(row) = self.layer.row(operand) else {
-            let why = "there is no norm before its projection, so it has no bound".to_owned();
-            let stored = self.own[operand as usize].as_ref().and_then(|s| s.values.first().copied());
-            return vec![AuditEntry {
-                scale: stored.unwrap_or(1.0),
-                needed: None,
-                verdict: ScaleVerdict::Unbounded,
-                stored,
-                why,
-            }];
+/// What may be loaded as the scale of each operand of a layer.
+type Candidates<'a> = [Vec<(&'a str, &'a Stored)>; 3];
+
+impl<'a> Case<'a> {
+    fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        match (&self.loads, &self.gate) {
+            (Some(Loads::Nothing(why)), _) => notes.push(format!("{why}.")),
+            (_, Gate::Closed(why) | Gate::Refused(why)) => notes.push(format!("No scale is loaded: {why}.")),
+            (_, Gate::Unknown(why)) => notes.push(format!("{why}.")),
+            _ => {}
+        }
+        if !matches!(self.loads, Some(Loads::Nothing(_))) {
+            notes.extend(self.engine.description().without.map(|why| format!("{why}.")));
+        }
+        notes.extend(self.partly.map(|why| format!("{why}: each scale is judged beside 1.0.")));
+        let engine = self.engine;
+        let factors = self.found.factor_files.iter();
+        notes.extend(
+            factors.map(|name| format!("{engine} does not read the cache factors of {name} with the checkpoint.")),
+        );
+        notes
+    }
+
+    /// The tensors that land as scales, and those that look like scales and land nowhere.
+    fn candidates(&self) -> (Vec<Candidates<'a>>, Vec<&'a str>) {
+        let mut candidates: Vec<Candidates<'a>> = self.found.names.modules.iter().map(|_| Candidates::default()).collect();
+        let mut strays = Vec::new();
+        for (name, stored) in &self.found.listed {
+            match self.parameters.as_ref().and_then(|parameters| parameters.lands(name)) {
+                Some((layer, operand)) => {
+                    candidates[layer][operand as usize].extend(stored.iter().map(|one| (name.as_str(), one)));
+                }
+                None => strays.push(name.as_str()),
+            }
+        }
+        (candidates, strays)
+    }
+
+    /// Strays that nothing explains.
+    fn unjudged(&self, strays: &[&str], layers: &[LayerAudit]) -> Vec<Unjudged> {
+        let mut unknown = BTreeSet::new();
+        let mut probabilities = BTreeSet::new();
+        for name in strays {
+            let last = name.rsplit('.').next().unwrap_or_default();
+            if last.starts_with("prob") {
+                let fits = |stored: &Stored| {
+                    !stored.values.is_empty()
+                        && stored.values.iter().all(|x| x.is_finite() && *x >= LEAST_PROBABILITY)
+                };
+                if !self.found.listed[*name].iter().all(fits) {
+                    probabilities.insert((*name).to_owned());
+                }
+                continue;
+            }
+            let meant = self.found.names.meant(name);
+            let ignored = match (&self.loads, &self.gate) {
+                // The engine has no place for any scale of the model's own modules.
+                (Some(Loads::Nothing(_)), _) | (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
+                _ => false,
+            };
+            let unread = meant.is_some_and(|(_, operand)| !self.engine.description().operands[operand as usize]);
+            let said = meant.is_some_and(|(layer, operand)| {
+                let row = layers[layer].row(operand);
+                row.iter().any(|entry| [ScaleVerdict::NotLoaded, ScaleVerdict::Unknown].contains(&entry.verdict))
+            });
+            let skipped = meant.is_some_and(|(layer, _)| self.serving.skip.has(&self.spec.layers[layer]));
+            if !(ignored || unread || said || skipped) {
+                unknown.insert((*name).to_owned());
+            }
+        }
+        let engine = self.engine;
+        let mut unjudged = Vec::new();
+        let settings = |why: String| Unjudged { what: "config.json".to_owned(), why };
+        match &self.gate {
+            Gate::Refused(why) => unjudged.push(settings(format!("{engine} does not start: {why}"))),
+            Gate::Unknown(why) => unjudged.push(settings(why.clone())),
+            Gate::Open | Gate::Closed(_) => {}
+        }
+        if !unknown.is_empty() {
+            unjudged.push(Unjudged {
+                what: census::first_of(&unknown),
+                why: format!("ends in a scale, and nothing tells whether {engine} loads it, or for which layer"),
+            });
+        }
+        if !probabilities.is_empty() {
+            unjudged.push(Unjudged {
+                what: census::first_of(&probabilities),
+                why: "is no scale under which probabilities fit: it has to be at least 1/448".to_owned(),
+            });
+        }
+        unjudged
+    }
+
+    fn row(
+        &self,
+        index: usize,
+        operand: Operand,
+        need: &Need,
+        candidates: &Candidates<'a>,
+        anywhere: bool,
+    ) -> Vec<AuditEntry> {
+        if self.serving.skip.has(&self.spec.layers[index]) {
+            let why = "kept in the model's type (--skip-layers)".to_owned();
+            return vec![AuditEntry::new(f32::NAN, None, ScaleVerdict::Safe, None, why)];
+        }
+        let own = &candidates[operand as usize];
+        let first = own.first().and_then(|(_, stored)| stored.values.first().copied());
+        let unbounded =
+            |why: &str| vec![AuditEntry::new(first.unwrap_or(1.0), None, ScaleVerdict::Unknown, first, why.to_owned())];
+        let Some(needed) = self.engine.needed(need) else {
+            return unbounded(
+                "the engine requantizes the FP8 weights of q, k and v, and behind a norm with a shift they have no bound",
+            );
         };
-        let largest = crate::plan::ScalePlan::per_tensor(row).get();
-        let one =
-            |verdict, why: String, stored| vec![AuditEntry { scale: 1.0, needed: Some(largest), verdict, stored, why }];
+        let Some(row) = needed.row(operand) else {
+            return unbounded("there is no norm before its projection, so it has no bound");
+        };
+        let largest = ScalePlan::per_tensor(row).get();
+        let at_one = |verdict, why: String, stored| vec![AuditEntry::new(1.0, Some(largest), verdict, stored, why)];
         let covered = match largest <= 1.0 {
             true => "1.0 covers the bound".to_owned(),
             false => format!("can overflow by a factor of {largest:.3}"),
         };
-        if !self.reads.scale(operand) {
+        let cast_at_one = || {
             let verdict = if largest <= 1.0 { ScaleVerdict::Safe } else { ScaleVerdict::Overflow };
-            let why =
-                if largest <= 1.0 { "1.0, at which the engine casts, covers the bound".to_owned() } else { covered };
-            return one(verdict, why, None);
+            let covers = "1.0, at which the engine casts, covers the bound".to_owned();
+            at_one(verdict, if largest <= 1.0 { covers } else { covered.clone() }, None)
+        };
+        let unread = self.unread(index, operand);
+        if self.loads.is_none() {
+            return match unread {
+                Some((stored, _)) => {
+                    let (engine, version) = (self.engine, self.engine.version());
+                    let why = format!("what {engine} {version} loads for this family is not known ({})", stored.place);
+                    at_one(ScaleVerdict::Unknown, why, stored.values.first().copied())
+                }
+                None => cast_at_one(),
+            };
         }
-        let unread = self.found.unread(self.index, operand);
-        let own = self.own[operand as usize].as_ref();
-        if let Some(why) = blocked
-            && let Some((stored, _)) = own.map(|own| (own, "")).or(unread)
-        {
-            return one(
+        if self.parameters.is_none() || !self.engine.description().operands[operand as usize] {
+            return cast_at_one();
+        }
+        let excluded = self.excluded(index);
+        let closed = match (&self.gate, excluded) {
+            (Gate::Closed(why) | Gate::Refused(why), _) => Some((ScaleVerdict::NotLoaded, format!("never loaded: {why}"))),
+            (Gate::Unknown(why), _) => Some((ScaleVerdict::Unknown, why.clone())),
+            (Gate::Open, Some(true)) => Some((
                 ScaleVerdict::NotLoaded,
-                format!("never loaded: {why}; {covered}"),
-                stored.values.first().copied(),
-            );
+                format!("never loaded: Quark's `exclude` matches the module, and {} has no scale there", self.engine),
+            )),
+            (Gate::Open, None) => {
+                Some((ScaleVerdict::Unknown, "an expression of Quark's `exclude` cannot be followed".to_owned()))
+            }
+            (Gate::Open, Some(false)) => None,
+        };
+        if let Some((verdict, why)) = closed
+            && let Some(stored) = own.first().map(|(_, stored)| *stored).or(unread.map(|(stored, _)| stored))
+        {
+            return at_one(verdict, format!("{why}; {covered}"), stored.values.first().copied());
         }
-        match own.or_else(|| self.lent(operand)) {
-            Some(stored) => self.judge(operand, stored, row.iter().map(|scale| scale.get()).collect()),
-            None => match unread {
+        let own = if own.is_empty() { self.lent(operand, candidates) } else { own.as_slice() };
+        if own.is_empty() {
+            return match unread {
                 Some((stored, why)) => {
                     let why = format!("never loaded: {} is {why}; {covered}", stored.place);
-                    one(ScaleVerdict::NotLoaded, why, stored.values.first().copied())
+                    at_one(ScaleVerdict::NotLoaded, why, stored.values.first().copied())
                 }
-                None if self.anywhere => one(ScaleVerdict::Missing, format!("missing, so 1.0; {covered}"), None),
+                None if anywhere => at_one(ScaleVerdict::Missing, format!("missing, so 1.0; {covered}"), None),
                 None if largest <= 1.0 => {
-                    one(ScaleVerdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
+                    at_one(ScaleVerdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
                 }
-                None => one(ScaleVerdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
-            },
+                None => at_one(ScaleVerdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
+            };
         }
+        let needed_row: Vec<f32> = row.iter().map(|scale| scale.get()).collect();
+        // Of several tensors for one parameter the last that is read counts, which depends on the order: the worst is said.
+        let judged = own.iter().map(|(_, stored)| self.judge(operand, stored, needed, &needed_row, largest));
+        let worst = judged.max_by(|a, b| severity(a).total_cmp(&severity(b)));
+        let mut entries = worst.expect("there is one");
+        if let Some(why) = self.partly
+            && largest > 1.0
+        {
+            for entry in &mut entries {
+                if entry.verdict == ScaleVerdict::Safe {
+                    (entry.verdict, entry.why) = (ScaleVerdict::Unknown, format!("{why}; {covered} at 1.0"));
+                }
+            }
+        }
+        entries
+    }
+
+    /// Whether the method keeps the engine from giving this layer parameters; none where that cannot be told.
+    fn excluded(&self, index: usize) -> Option<bool> {
+        let carries = self.engine.description().methods.iter().find(|(word, _)| *word == self.method.key());
+        match carries {
+            Some((_, Carries::NotExcluded)) => {
+                let module = &self.found.names.modules[index];
+                // Quark compares with the engine's name, which for wrapped models has its own prefix.
+                let own = self.found.config.quark_excludes(&format!("{module}.attn"))?;
+                if module.starts_with("model.layers.") {
+                    return Some(own);
+                }
+                let bare = module.split_once(".layers.").map_or(module.as_str(), |(_, rest)| rest);
+                let other = self.found.config.quark_excludes(&format!("language_model.model.layers.{bare}.attn"))?;
+                let third = self.found.config.quark_excludes(&format!("model.layers.{bare}.attn"))?;
+                (own == other && other == third).then_some(own)
+            }
+            _ => Some(false),
+        }
+    }
+
+    /// A scale of this operand that the engine does not read, and why.
+    fn unread(&self, index: usize, operand: Operand) -> Option<(&'a Stored, &'static str)> {
+        let meant = |name: &&String| self.found.names.meant(name) == Some((index, operand));
+        let listed = self.found.listed.keys().find(meant);
+        if let Some(name) = listed {
+            return Some((&self.found.listed[name][0], "not a name that the engine reads"));
+        }
+        let name = self.found.unlisted.keys().find(meant)?;
+        Some((&self.found.unlisted[name], "in a file that the index does not name"))
     }
 
     /// The scale of another operand that a loader takes for one that is missing.
-    fn lent(&self, operand: Operand) -> Option<&Stored> {
-        let k = self.own[Operand::K as usize].as_ref();
-        let base = self.found.method.is_base() || self.engine == Engine::Sglang;
+    fn lent<'c>(&self, operand: Operand, candidates: &'c Candidates<'a>) -> &'c [(&'a str, &'a Stored)] {
+        let k = candidates[Operand::K as usize].as_slice();
+        let base = self.method.is_base() || self.engine == Engine::Sglang;
         match (self.engine, operand) {
             (Engine::Vllm | Engine::Sglang, Operand::V) if base => k,
-            (Engine::Mistralrs, Operand::Q) => k,
-            _ => None,
+            (Engine::Mistralrs, Operand::Q | Operand::V) => k,
+            _ => &[],
         }
     }
 
-    fn judge(&self, operand: Operand, stored: &Stored, needed: Vec<f32>) -> Vec<AuditEntry> {
-        let (per_head, heads) = (self.found.per_head(self.engine), needed.len());
-        let wanted = match (per_head, operand) {
-            (false, _) => 1,
-            (true, Operand::Q) => self.layer.n_q_heads,
-            (true, _) => heads,
+    fn judge(
+        &self,
+        operand: Operand,
+        stored: &Stored,
+        needed: &LayerScales,
+        row: &[f32],
+        largest: f32,
+    ) -> Vec<AuditEntry> {
+        let per_head = self.found.per_head(self.engine);
+        let used = match (per_head, operand) {
+            (false, _) => (stored.values.len() == 1).then(|| stored.values.clone()),
+            (true, Operand::Q) => {
+                let group = (needed.n_q_heads / row.len().max(1)).max(1);
+                let maxima = stored.values.chunks_exact(group).map(largest_of).collect();
+                stored.values.len().is_multiple_of(group).then_some(maxima).and_then(|rows| spread(rows, row.len()))
+            }
+            (true, _) => spread(stored.values.clone(), row.len()),
         };
-        let largest = needed.iter().copied().fold(0.0, f32::max);
-        if stored.values.len() != wanted {
-            let why = format!(
-                "never loaded: {} has {} entries, and {} takes {wanted}",
-                stored.place,
-                stored.values.len(),
-                self.engine
-            );
-            let verdict = ScaleVerdict::NotLoaded;
-            return vec![AuditEntry {
-                scale: 1.0,
-                needed: Some(largest),
-                verdict,
-                stored: stored.values.first().copied(),
-                why,
-            }];
-        }
-        let needed = if per_head { needed } else { vec![largest] };
-        let group = wanted / needed.len();
-        let entry = |(index, needed): (usize, f32)| {
-            let own = &stored.values[index * group..][..group];
-            let value = own.iter().copied().reduce(|a, b| if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) });
-            let value = value.unwrap_or(f32::NAN);
+        let Some(used) = used else {
+            let wanted = match (per_head, operand) {
+                (false, _) => 1,
+                (true, Operand::Q) => needed.n_q_heads,
+                (true, _) => row.len(),
+            };
+            let count = stored.values.len();
+            let why = format!("never loaded: {} has {count} entries, and {} takes {wanted}", stored.place, self.engine);
+            let first = stored.values.first().copied();
+            return vec![AuditEntry::new(1.0, Some(largest), ScaleVerdict::NotLoaded, first, why)];
+        };
+        let needed = if per_head { row.to_vec() } else { vec![largest] };
+        let entry = |(value, needed): (f32, f32)| {
             let scale = self.rounded(value);
             let (verdict, why) = verdict(value, scale, needed);
-            AuditEntry {
-                scale,
-                needed: Some(needed),
-                verdict,
-                stored: Some(value),
-                why: format!("{why} ({})", stored.place),
-            }
+            AuditEntry::new(scale, Some(needed), verdict, Some(value), format!("{why} ({})", stored.place))
         };
-        needed.into_iter().enumerate().map(entry).collect()
+        used.into_iter().zip(needed).map(entry).collect()
     }
 
     /// A scale as the engine keeps it: vLLM's loader for FP8 and ModelOpt weights holds it in the model's type.
     fn rounded(&self, value: f32) -> f32 {
-        let base = self.found.method.is_base();
+        let base = self.method.is_base();
         match self.engine {
             Engine::Vllm if base && self.found.config.runs_in_f16() => half::f16::from_f32(value).to_f32(),
             Engine::Vllm if base => half::bf16::from_f32(value).to_f32(),
             _ => value,
         }
     }
+
+    /// Layers that read another layer's cache: what dequantizes has to be what quantized.
+    fn compare_shared(&self, layers: &mut [LayerAudit], candidates: &[Candidates<'a>]) {
+        for (index, own) in self.spec.layers.iter().enumerate() {
+            let Some(source) = own.kv_source else { continue };
+            let Some(writer) = self.spec.layers.iter().position(|layer| layer.number == source) else { continue };
+            for operand in KEY_AND_VALUE {
+                let skipped = [index, writer].map(|layer| self.serving.skip.has(&self.spec.layers[layer]));
+                let why = if skipped[0] != skipped[1] {
+                    Some((f32::NAN, format!("its cache is layer {source}'s, and only one of the two is kept in the model's type")))
+                } else if skipped[0] {
+                    None
+                } else {
+                    let scales = |layer: usize| layers[layer].row(operand).iter().map(|entry| entry.scale);
+                    let differ = scales(index).zip(scales(writer)).find(|(read, write)| read.to_bits() != write.to_bits());
+                    let several = |layer: usize| {
+                        let own = &candidates[layer][operand as usize];
+                        own.iter().any(|(_, stored)| stored.values != own[0].1.values)
+                    };
+                    match differ {
+                        Some((read, write)) => Some((
+                            (read / write).max(write / read),
+                            format!("reads the cache of layer {source}, which is written with {write}, with {read}"),
+                        )),
+                        None if scales(index).count() != scales(writer).count() => {
+                            Some((f32::NAN, format!("its scales are not as many as those of layer {source}, whose cache it reads")))
+                        }
+                        None if several(index) || several(writer) => {
+                            Some((f32::NAN, format!("several tensors are its scale or that of layer {source}, whose cache it reads")))
+                        }
+                        None => None,
+                    }
+                };
+                let Some((factor, why)) = why else { continue };
+                for entry in layers[index].row_mut(operand) {
+                    (entry.verdict, entry.why) = (ScaleVerdict::Mismatch, why.clone());
+                    entry.factor = Some(factor).filter(|factor| factor.is_finite());
+                }
+            }
+        }
+    }
+}
+
+/// One value for every head, or one a head, as vLLM copies them: the first ones, or a single one for all.
+fn spread(values: Vec<f32>, heads: usize) -> Option<Vec<f32>> {
+    match values.len() {
+        1 => Some(vec![values[0]; heads]),
+        count if count >= heads => Some(values[..heads].to_vec()),
+        _ => None,
+    }
+}
+
+fn largest_of(values: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) };
+    values.iter().copied().reduce(larger).unwrap_or(f32::NAN)
+}
+
+/// How bad the entries of one tensor are: by the verdict, then by the factor.
+fn severity(entries: &[AuditEntry]) -> f32 {
+    let one = |entry: &AuditEntry| match entry.verdict {
+        ScaleVerdict::Safe => 0.0,
+        ScaleVerdict::Overflow => 2.0 + entry.factor.unwrap_or(0.0).min(1e30),
+        ScaleVerdict::Unknown => 1.0,
+        _ => f32::MAX,
+    };
+    entries.iter().map(one).fold(0.0, f32::max)
 }
 
 /// What is said of a scale that is loaded.
 fn verdict(stored: f32, used: f32, needed: f32) -> (ScaleVerdict, String) {
     let over = needed / used;
     if !(used.is_finite() && used > 0.0) {
-        return (
-            ScaleVerdict::Invalid,
-            format!("{used} is not a valid scale: expected a finite number greater than 0"),
-        );
+        let why = format!("{used} is not a valid scale: expected a finite number greater than 0");
+        return (ScaleVerdict::Invalid, why);
     }
     if used >= needed {
-        return if used <= FOREIGN_FROM * needed {
-            (ScaleVerdict::Safe, "covers the bound".to_owned())
+        let why = if used <= FOREIGN_FROM * needed {
+            "covers the bound".to_owned()
         } else if used == 1.0 {
-            (ScaleVerdict::Default, "stored as 1.0, the loaders' default; 1.0 covers the bound".to_owned())
+            "stored as 1.0, the loaders' default; covers the bound".to_owned()
         } else {
-            (
-                ScaleVerdict::Foreign,
-                format!(
-                    "{:.3} times what these weights need: probably the scale of another model or layer",
-                    used / needed
-                ),
-            )
+            let times = used / needed;
+            format!("covers the bound, {times:.3} times: probably the scale of another model or layer")
         };
+        return (ScaleVerdict::Safe, why);
     }
-    if stored >= needed {
-        (ScaleVerdict::RoundedBelow, format!("the loader rounds it below the bound, which is {over:.5} times as large"))
+    let why = if stored >= needed {
+        format!("the loader rounds it below the bound, which is {over:.5} times as large")
     } else if over <= 1.0 + ROUNDING {
-        (ScaleVerdict::RoundedBelow, format!("rounded below the bound, which is {over:.5} times as large"))
+        format!("rounded below the bound, which is {over:.5} times as large")
     } else if used == 1.0 {
-        (ScaleVerdict::Default, format!("stored as 1.0, the loaders' default; can overflow by a factor of {over:.3}"))
+        format!("stored as 1.0, the loaders' default; can overflow by a factor of {over:.3}")
     } else {
-        (ScaleVerdict::Overflow, format!("can overflow by a factor of {over:.3}"))
-    }
+        format!("can overflow by a factor of {over:.3}")
+    };
+    (ScaleVerdict::Overflow, why)
 }
 
 /// Names of the folder's files that hold cache factors beside the weights, as vLLM and SGLang took them by an option.
 fn factor_files(folder: &Path) -> Result<Vec<String>> {
     const LONGEST: u64 = 1 << 20;
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, "open", e))?;
-    let files = entries.flatten().filter(|entry| entry.metadata().is_ok_and(|file| file.len() <= LONGEST));
+    let files = entries.flatten().filter(|entry| {
+        std::fs::metadata(entry.path()).is_ok_and(|file| file.is_file() && file.len() <= LONGEST)
+    });
     let mut names: Vec<String> = files
         .filter(|entry| entry.path().extension().is_some_and(|kind| kind == "json"))
         // A file that is no JSON is none of these.

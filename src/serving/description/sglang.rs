@@ -1,0 +1,131 @@
+//! SGLang 0.5.23 (run): `model_loader/weight_utils.py`, `layers/quantization`, and the loaders of its models.
+
+use super::schema::{Carries, Description, Loads, Names, Rename, rename};
+
+/// `maybe_remap_kv_scale_name`: the first that fits counts.
+const RENAMES: &[Rename] = &[
+    rename(r"\.kv_scale$", ".attn.k_scale"),
+    rename(r"\.(self_attn|mixer)\.k_proj\.k_scale$", ".${1}.attn.k_scale"),
+    rename(r"\.(self_attn|mixer)\.v_proj\.v_scale$", ".${1}.attn.v_scale"),
+    rename(r"\.([kv])_scale$", ".attn.${1}_scale"),
+    rename(r"\.([kv])_proj\.output_scale$", ".attn.${1}_scale"),
+];
+/// Qwen3.5: the attention hangs on the layer.
+const QWEN3_5: &[Rename] = &[
+    rename(r"\.self_attn\.k_proj\.k_scale$", ".attn.k_scale"),
+    rename(r"\.self_attn\.v_proj\.v_scale$", ".attn.v_scale"),
+    rename(r"\.self_attn\.([kv])_scale$", ".attn.${1}_scale"),
+    rename(r"\.self_attn\.attn\.([kv])_scale$", ".attn.${1}_scale"),
+];
+const QWEN3_NEXT: &[Rename] = &[
+    rename(r"\.self_attn\.k_proj\.k_scale$", ".attn.k_scale"),
+    rename(r"\.self_attn\.v_proj\.v_scale$", ".attn.v_scale"),
+    rename(r"\.self_attn\.attn\.([kv])_scale$", ".attn.${1}_scale"),
+];
+
+const RENAMED: Names = Names { parameter: "{module}.attn", written: "{module}", renames: RENAMES };
+const INNER: Names = Names { parameter: "{module}.attn", written: "{module}.attn", renames: &[] };
+
+const NO_SCALES: &str = "SGLang has no attention scales for weights stored this way";
+const UNSCALED: &str = "SGLang builds the attention of this family without scales that a checkpoint could set";
+
+pub(crate) static DESCRIPTION: Description = Description {
+    version: "0.5.23",
+    operands: [false, true, true],
+    without: Some("SGLang has no scale for q: it is cast at 1.0 where a backend computes in FP8"),
+    every_rename: false,
+    methods: &[
+        ("", Carries::Never("the config has no `quantization_config`, so SGLang reads no scale")),
+        ("compressed-tensors", Carries::Scheme),
+        ("fp8", Carries::Always),
+        ("mxfp8", Carries::Always),
+        ("modelopt:FP8", Carries::Asked),
+        ("modelopt:NVFP4", Carries::Asked),
+        ("modelopt:MXFP8", Carries::Always),
+        ("modelopt:MIXED_PRECISION", Carries::Asked),
+        ("quark", Carries::Always),
+        ("mxfp4", Carries::Never(NO_SCALES)),
+        ("awq", Carries::Never(NO_SCALES)),
+        ("gptq", Carries::Never(NO_SCALES)),
+        ("bitsandbytes", Carries::Never(NO_SCALES)),
+    ],
+    upper_case: false,
+    needs_producer: false,
+    families: &[
+        (
+            &[
+                "llama",
+                "mistral",
+                "ministral3",
+                "deci",
+                "arcee",
+                "gemma2",
+                "gemma3_text",
+                "gemma3n_text",
+                "gemma4_text",
+                "gptj",
+                "phi3",
+                "phimoe",
+                "cohere",
+                "cohere2",
+                "apertus",
+                "minimax_m2",
+                "nemotron_h",
+                "exaone4",
+            ],
+            Loads::Scales(RENAMED),
+        ),
+        (
+            &["qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"],
+            Loads::Scales(Names { parameter: "{layer}.attn", written: "{module}", renames: QWEN3_5 }),
+        ),
+        (
+            &["qwen3_next"],
+            Loads::Scales(Names { parameter: "{layer}.attn", written: "{module}.attn", renames: QWEN3_NEXT }),
+        ),
+        (
+            &[
+                "qwen2",
+                "qwen2_moe",
+                "mixtral",
+                "gemma",
+                "gpt2",
+                "gpt_bigcode",
+                "phi",
+                "opt",
+                "starcoder2",
+                "stablelm",
+                "olmo",
+                "olmo2",
+                "olmoe",
+                "granite",
+                "granitemoe",
+                "granitemoehybrid",
+                "glm4",
+                "persimmon",
+                "afmoe",
+                "cohere2_moe",
+            ],
+            Loads::Scales(INNER),
+        ),
+        (
+            &[
+                "qwen3",
+                "qwen3_moe",
+                "gpt_oss",
+                "lfm2",
+                "falcon_h1",
+                "exaone_moe",
+                "glm4_moe",
+                "llama4_text",
+                "mellum",
+                "hunyuan_v1_dense",
+                "hy_v3",
+            ],
+            Loads::Nothing(UNSCALED),
+        ),
+    ],
+    latent: "SGLang writes the cache of latent attention (MLA) without a scale, so an export has none",
+    skips_layers: false,
+    requantizes: true,
+};

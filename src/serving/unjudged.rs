@@ -1,0 +1,42 @@
+//! Attention of a folder that neither an audit nor an export judges.
+
+use super::audit::Unjudged;
+use super::census::{self, Unread};
+use super::names::ScaleNames;
+use super::settings::Settings;
+use crate::model::{Checkpoint, WeightFiles};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// Attention in the folder that is not judged, whoever serves it.
+pub(super) fn unjudged(
+    folder: &Path,
+    checkpoint: &Checkpoint,
+    config: &Settings,
+    names: &ScaleNames,
+    files: &WeightFiles,
+) -> Vec<Unjudged> {
+    let wrapped = config.value.get("text_config").is_some_and(Value::is_object)
+        || ["vision_config", "audio_config"].iter().any(|key| config.value.get(*key).is_some_and(Value::is_object));
+    let spec = checkpoint.spec();
+    let unread =
+        Unread::new(spec, checkpoint.layer_count(), checkpoint.attention_stems(), &names.modules, wrapped);
+    let mut reasons = BTreeMap::<String, BTreeSet<String>>::new();
+    for tensor in files.tensors() {
+        let reason = if census::is_adapter(tensor.name) {
+            Some("tensors of an adapter, which change attention where they are applied: merge them".to_owned())
+        } else {
+            unread.reason(tensor.name)
+        };
+        if let Some(reason) = reason {
+            reasons.entry(reason).or_default().insert(tensor.name.to_owned());
+        }
+    }
+    let adapters: BTreeSet<String> = census::adapter_files(folder).into_iter().collect();
+    if !adapters.is_empty() {
+        let why = "an adapter beside the model, which changes attention where it is applied: merge it, or move it away";
+        reasons.entry(why.to_owned()).or_default().extend(adapters);
+    }
+    reasons.into_iter().map(|(why, names)| Unjudged { what: census::first_of(&names), why }).collect()
+}
