@@ -310,8 +310,8 @@ fn bounds_of_logits_and_operands_hold_with_any_center() {
             v.extend(narrow(&own.v));
         }
         for bounds in [&exact, &added] {
-            let plan =
-                ScalePlan::from_bounds(bounds, sigmascale::bound::BoundKind::WorstCase, 0.8, Granularity::Head).unwrap();
+            let plan = ScalePlan::from_bounds(bounds, sigmascale::bound::BoundKind::WorstCase, 0.8, Granularity::Head)
+                .unwrap();
             let call = AttentionCall { center: Some(&center), ..AttentionCall::causal(shape) };
             let precision = Precision { output: sigmascale::attention::Cast::E4m3, ..Precision::PAPER_LOGITS };
             let out = Cpu.forward(&call, &Inputs { q: &q, k: &k, v: &v }, &plan, &precision).unwrap();

@@ -818,7 +818,8 @@ fn an_export_has_a_certificate() {
         let to = folder.path().with_extension(engine.name());
         let options = ExportOptions { engine, per_head: false, copy: true, serving: Serving::default() };
         let made = export(&checkpoint, &to, &options, &mut || Ok(())).unwrap();
-        let audit = verify(&Checkpoint::open(&to).unwrap(), &[engine], &Serving::default(), &mut || Ok(())).unwrap().remove(0);
+        let audit =
+            verify(&Checkpoint::open(&to).unwrap(), &[engine], &Serving::default(), &mut || Ok(())).unwrap().remove(0);
         std::fs::remove_dir_all(&to).unwrap();
         let certificate = made.certificate;
         assert!(certificate.scales_file.is_none() && certificate.safe && audit.safe, "{engine}");

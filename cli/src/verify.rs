@@ -141,9 +141,14 @@ fn rows(audit: &Audit) -> Vec<[String; 6]> {
         [number.to_string(), name.to_string(), scales, needed, verdict.to_owned(), why]
     };
     let places: Vec<(usize, char)> = audit.faults().iter().map(|(layer, name, _)| (*layer, *name)).collect();
-    let all = audit.layers.iter().flat_map(|layer| [('q', &layer.q), ('k', &layer.k), ('v', &layer.v)].map(|row| (layer.layer, row)));
+    let all = audit
+        .layers
+        .iter()
+        .flat_map(|layer| [('q', &layer.q), ('k', &layer.k), ('v', &layer.v)].map(|row| (layer.layer, row)));
     let mut all: Vec<_> = all.collect();
-    all.sort_by_key(|(layer, (name, _))| places.iter().position(|place| *place == (*layer, *name)).unwrap_or(usize::MAX));
+    all.sort_by_key(|(layer, (name, _))| {
+        places.iter().position(|place| *place == (*layer, *name)).unwrap_or(usize::MAX)
+    });
     all.into_iter().map(|(layer, (name, entries))| row(layer, name, entries)).collect()
 }
 

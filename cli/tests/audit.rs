@@ -11,7 +11,7 @@ use run::{failure, sigmascale, text};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use sigmascale::model::Checkpoint;
-use sigmascale::serving::{Audit, AuditEntry, Engine, Outcome, Serving, SkipLayers, ScaleVerdict, verify};
+use sigmascale::serving::{Audit, AuditEntry, Engine, Outcome, ScaleVerdict, Serving, SkipLayers, verify};
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -72,7 +72,8 @@ impl Model {
 
     /// Scales that cover q, k and v of every layer, under these names.
     fn cover(&mut self, engine: Engine, names: [&str; 3]) {
-        let bare = Self { case: Case { config: self.case.config.clone(), ..copy(&self.case) }, tensors: self.tensors.clone() };
+        let bare =
+            Self { case: Case { config: self.case.config.clone(), ..copy(&self.case) }, tensors: self.tensors.clone() };
         for layer in bare.audit(engine).layers {
             for (name, row) in names.into_iter().zip([&layer.q, &layer.k, &layer.v]) {
                 let least = row[0].needed.unwrap();
@@ -174,7 +175,8 @@ fn scales_that_an_engine_loads_are_judged_whatever_the_family() {
         ("olmo2", "attn.k_scale", compressed()),
     ] {
         let case = cases().into_iter().find(|case| case.name == name).unwrap();
-        let mut model = Model::new(Case { config: merge(case.config.clone(), json!({"quantization_config": method})), ..case });
+        let mut model =
+            Model::new(Case { config: merge(case.config.clone(), json!({"quantization_config": method})), ..case });
         let layers = model.case.attention.clone();
         layers.iter().for_each(|layer| model.scale(*layer, rest, 0.0005));
         let audit = model.audit(Engine::Sglang);
@@ -193,7 +195,8 @@ fn scales_that_an_engine_loads_are_judged_whatever_the_family() {
 #[test]
 fn names_are_read_by_the_rules_of_the_engine() {
     // Written with another name than it is read by.
-    let mut model = Model::new(grouped("gpt_oss", "llama", json!({"attention_bias": false, "quantization_config": compressed()})));
+    let mut model =
+        Model::new(grouped("gpt_oss", "llama", json!({"attention_bias": false, "quantization_config": compressed()})));
     for layer in 0..4 {
         model.scale(layer, "k_scale", 0.0005);
     }
@@ -309,12 +312,19 @@ fn adapters_are_not_passed_over() {
         };
         std::fs::write(folder.path().join(file), bytes).unwrap();
         let audit = audit(folder.path(), Engine::Vllm, &Serving::default());
-        assert!(!audit.safe && audit.unjudged.iter().any(|one| one.what.contains(file)), "{file}: {:?}", audit.unjudged);
+        assert!(
+            !audit.safe && audit.unjudged.iter().any(|one| one.what.contains(file)),
+            "{file}: {:?}",
+            audit.unjudged
+        );
         // The last line is the verdict, and what to do stands in front of it.
         let output = sigmascale(&["verify", text(folder.path()), "--for", "vllm"]);
         let said = String::from_utf8(output.stdout).unwrap();
         assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.trim_end().lines().last().unwrap().starts_with("vLLM: UNKNOWN") && said.contains("merge it"), "{said}");
+        assert!(
+            said.trim_end().lines().last().unwrap().starts_with("vLLM: UNKNOWN") && said.contains("merge it"),
+            "{said}"
+        );
         let accepted = sigmascale(&["verify", text(folder.path()), "--for", "vllm", "--allow", "unknown"]);
         assert_eq!(accepted.status.code(), Some(0));
     }
@@ -414,7 +424,8 @@ fn a_scale_that_lands_elsewhere_is_not_passed_over() {
 /// One entry for all heads is copied to each of them; more entries than heads are cut.
 #[test]
 fn one_scale_may_stand_for_every_head() {
-    let config = json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme("attn_head")});
+    let config =
+        json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme("attn_head")});
     let mut model = Model::new(grouped("llama", "llama", json!({"quantization_config": config})));
     (0..4).for_each(|layer| {
         model.scale(layer, "k_scale", 0.0005);
@@ -430,7 +441,8 @@ fn one_scale_may_stand_for_every_head() {
 fn weights_that_an_engine_requantizes_have_their_own_bounds() {
     use float8::F8E4M3;
     use safetensors::tensor::TensorView;
-    let case = grouped("llama", "llama", json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}));
+    let case =
+        grouped("llama", "llama", json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}));
     let write = |k_scale: f32| {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("config.json"), case.config.to_string()).unwrap();
@@ -454,7 +466,11 @@ fn weights_that_an_engine_requantizes_have_their_own_bounds() {
     };
     let same = write(1.0 / 64.0);
     for operand in ['q', 'k', 'v'] {
-        assert_eq!(needed(&same, Engine::Vllm, operand), needed(&same, Engine::Trtllm, operand), "one scale: nothing moves");
+        assert_eq!(
+            needed(&same, Engine::Vllm, operand),
+            needed(&same, Engine::Trtllm, operand),
+            "one scale: nothing moves"
+        );
     }
     for k_scale in [1.0 / 128.0, 1.0 / 8192.0, 1e-7] {
         let differ = write(k_scale);
@@ -470,7 +486,10 @@ fn weights_that_an_engine_requantizes_have_their_own_bounds() {
             for row in 0..16 {
                 let mut values = vec![0.0; 48];
                 head.read_block(row..row + 1, 0..48, &mut values);
-                let moved = values.iter().zip(&gain).map(|(w, g)| (F8E4M3::from_f64(w / coarser).to_f64() * coarser * g).powi(2));
+                let moved = values
+                    .iter()
+                    .zip(&gain)
+                    .map(|(w, g)| (F8E4M3::from_f64(w / coarser).to_f64() * coarser * g).powi(2));
                 largest = largest.max((48.0 * moved.sum::<f64>()).sqrt());
             }
         }
@@ -534,7 +553,8 @@ fn an_export_keeps_layers_out() {
     }
     let folder = model.folder();
     let to = folder.path().with_extension("my export");
-    let args = ["export", text(folder.path()), "--to", text(&to), "--for", "vllm", "--skip-layers", "1", "--format", "json"];
+    let args =
+        ["export", text(folder.path()), "--to", text(&to), "--for", "vllm", "--skip-layers", "1", "--format", "json"];
     let said = run::json(&args);
     let command = said["command"].as_str().unwrap();
     assert!(command.ends_with("--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1"), "{command}");
@@ -579,7 +599,10 @@ fn layers_that_a_bias_dominates_are_named() {
     }
     let audit = model.audit(Engine::Vllm);
     let note = audit.notes.iter().find(|note| note.contains("bias")).unwrap();
-    assert!(note.contains("layers 1 (0.9") && note.ends_with("--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1"), "{note}");
+    assert!(
+        note.contains("layers 1 (0.9") && note.ends_with("--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1"),
+        "{note}"
+    );
 }
 
 /// A scale that would be exactly 1.0 is stored above it: loaders take 1.0 for none.
@@ -596,6 +619,7 @@ fn no_scale_is_exactly_one() {
             k: row.clone(),
             v: Some(row),
             expanded: None,
+            centered: None,
             n_q_heads: 1,
         };
         let stored = layer.stored(Operand::K, false).unwrap()[0].get();

@@ -243,7 +243,8 @@ fn every_family_is_exported_and_read_again() {
         let model = written(case, &draw(case, 4));
         for engine in [Engine::Vllm, Engine::Sglang] {
             let place = model.path().with_extension(engine.name());
-            let tried = export(&Checkpoint::open(model.path()).unwrap(), &place, &asked(engine, false, true), &mut || Ok(()));
+            let tried =
+                export(&Checkpoint::open(model.path()).unwrap(), &place, &asked(engine, false, true), &mut || Ok(()));
             if let Err(error) = &tried {
                 // What an engine loads of a family is not known for all of them; nothing is written then.
                 let known = ["is not known of", "there is no export for it"];
@@ -457,13 +458,7 @@ fn a_quantization_that_is_no_object_is_named() {
         write(&file, &json!({ "quantization": value }));
         let to = model.path().with_extension("out");
         let checkpoint = Checkpoint::open(model.path()).unwrap();
-        let error = export(
-            &checkpoint,
-            &to,
-            &asked(Engine::Sglang, false, false),
-            &mut || Ok(()),
-        )
-        .unwrap_err();
+        let error = export(&checkpoint, &to, &asked(Engine::Sglang, false, false), &mut || Ok(())).unwrap_err();
         assert_eq!(
             error.to_string(),
             format!("{}: `quantization` is not a JSON object: mend or remove it", file.display())
@@ -893,7 +888,9 @@ mod audits {
         let (code, said) =
             break_config(|config| config["quantization_config"]["kv_cache_scheme"]["strategy"] = json!("attn_head"));
         let found = faults(&said);
-        assert!(code == 1 && found.len() == 6 && found.iter().all(|(_, o, verdict)| *o == "q" && verdict == "not-loaded"));
+        assert!(
+            code == 1 && found.len() == 6 && found.iter().all(|(_, o, verdict)| *o == "q" && verdict == "not-loaded")
+        );
         // A name that the engine does not map.
         let (code, said) = audited("sglang", |folder| {
             change(folder, |scales| {
@@ -929,7 +926,8 @@ mod audits {
         });
         let audits = verify(&checkpoint(), &[Engine::Vllm, Engine::Sglang]);
         let below = exact.iter().filter(|x| half::bf16::from_f32(**x).to_f32() < **x).count();
-        let found = audits[0].layers.iter().filter(|layer| layer.k[0].why.contains("the loader rounds it below")).count();
+        let found =
+            audits[0].layers.iter().filter(|layer| layer.k[0].why.contains("the loader rounds it below")).count();
         assert!(below > 0 && found == below, "{below} {found}");
         assert!(audits[1].safe);
     }
@@ -950,7 +948,11 @@ mod audits {
         let page = folder.with_file_name("page.html");
         let output = sigmascale(&["verify", text(&folder), "--html", text(&page)]);
         let (said, page) = (String::from_utf8(output.stdout).unwrap(), std::fs::read_to_string(page).unwrap());
-        assert!(output.status.success() && said.trim_end().lines().last().unwrap().starts_with("vLLM: safe.") && said.contains("Other engines"));
+        assert!(
+            output.status.success()
+                && said.trim_end().lines().last().unwrap().starts_with("vLLM: safe.")
+                && said.contains("Other engines")
+        );
         for part in ["vLLM: safe.", "TensorRT-LLM", "model.layers.5.self_attn.k_scale"] {
             assert!(page.contains(part), "{part}");
         }

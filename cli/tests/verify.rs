@@ -340,10 +340,7 @@ fn faults_are_found_in_every_form() {
             assert_eq!((code, said["safe"].as_bool()), (1, Some(false)), "{} {plant:?}", form.name);
             let found = verdicts(&said, "k");
             assert_eq!(found[2], verdict, "{} {plant:?}: {said:#}", form.name);
-            assert!(
-                found.iter().enumerate().all(|(layer, v)| layer == 2 || v == "safe"),
-                "{found:?}"
-            );
+            assert!(found.iter().enumerate().all(|(layer, v)| layer == 2 || v == "safe"), "{found:?}");
         }
     }
 }
@@ -593,7 +590,10 @@ fn the_json_has_its_keys_and_types() {
     };
     let output = sigmascale(&["verify", text(folder.path()), "--json"]);
     let said: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((output.status.code(), keys(&said).as_str()), (Some(1), "engine layers model notes others outcome safe serving unjudged version"));
+    assert_eq!(
+        (output.status.code(), keys(&said).as_str()),
+        (Some(1), "engine layers model notes others outcome safe serving unjudged version")
+    );
     let engines: Vec<&Value> = said["others"].as_array().unwrap().iter().map(|audit| &audit["engine"]).collect();
     assert_eq!(engines, ["sglang", "trtllm", "mistralrs"]);
     let words = ["safe", "overflow", "mismatch", "invalid", "missing", "not-loaded", "unknown"];

@@ -226,6 +226,7 @@ impl Call {
             soft_cap: terms.soft_cap,
             sinks: optional("sinks", &terms.sinks)?,
             sequences: terms.sequences.as_ref().map(places).transpose()?,
+            center: None,
         })
     }
 
@@ -237,7 +238,7 @@ impl Call {
         sinks: Option<&'a [f64]>,
     ) -> AttentionCall<'a> {
         let Terms { scale: softmax_scale, soft_cap, .. } = self.terms;
-        AttentionCall { shape, mask: self.terms.mask(), softmax_scale, soft_cap, sequences, sinks }
+        AttentionCall { shape, mask: self.terms.mask(), softmax_scale, soft_cap, sequences, sinks, center: None }
     }
 
     fn keys_and_values(&self) -> Result<Keys> {

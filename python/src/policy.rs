@@ -87,6 +87,7 @@ impl PolicyLayer<'_> {
             layout: if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
             attention_factor: self.rope_factor,
             inv_freq: None,
+            range: None,
         };
         LayerSpec {
             number,

@@ -43,7 +43,13 @@ pub struct AuditEntry {
 }
 
 impl AuditEntry {
-    pub(super) fn new(scale: f32, needed: Option<f32>, verdict: ScaleVerdict, stored: Option<f32>, why: String) -> Self {
+    pub(super) fn new(
+        scale: f32,
+        needed: Option<f32>,
+        verdict: ScaleVerdict,
+        stored: Option<f32>,
+        why: String,
+    ) -> Self {
         let factor = needed.map(|needed| needed / scale).filter(|factor| factor.is_finite() && *factor > 1.0);
         Self { scale, needed, verdict, factor, stored, why }
     }
@@ -117,7 +123,9 @@ impl Outcome {
             let own = match entry.verdict {
                 ScaleVerdict::Safe => Self::Safe,
                 ScaleVerdict::Unknown => Self::Unknown,
-                ScaleVerdict::Overflow | ScaleVerdict::Missing if entry.stored.is_none() && entry.scale == 1.0 => Self::NotProven,
+                ScaleVerdict::Overflow | ScaleVerdict::Missing if entry.stored.is_none() && entry.scale == 1.0 => {
+                    Self::NotProven
+                }
                 _ => Self::NotSafe,
             };
             if own as u8 > worst as u8 {
@@ -158,7 +166,8 @@ pub struct Audit {
 impl Audit {
     /// Entries that are not safe, with layer and operand, the worst first.
     pub fn faults(&self) -> Vec<(usize, char, &AuditEntry)> {
-        let all = self.layers.iter().flat_map(|layer| layer.entries().map(move |(name, entry)| (layer.layer, name, entry)));
+        let all =
+            self.layers.iter().flat_map(|layer| layer.entries().map(move |(name, entry)| (layer.layer, name, entry)));
         let mut faults: Vec<_> = all.filter(|(_, _, entry)| entry.verdict != ScaleVerdict::Safe).collect();
         let place = |verdict: ScaleVerdict| ScaleVerdict::ALL.iter().position(|own| *own == verdict);
         faults.sort_by(|(a, b, one), (c, d, other)| {
@@ -173,7 +182,8 @@ impl Audit {
         let mut lines = Vec::new();
         let faults = self.faults();
         let description = self.engine.description();
-        let read = |letter: char| Operand::ALL.iter().any(|o| o.letter() == letter && description.operands[*o as usize]);
+        let read =
+            |letter: char| Operand::ALL.iter().any(|o| o.letter() == letter && description.operands[*o as usize]);
         let stored = |entry: &AuditEntry| entry.stored.is_some() || entry.verdict == ScaleVerdict::Missing;
         let mut exported = false;
         let can_export = matches!(self.engine, Engine::Vllm | Engine::Sglang);
@@ -200,7 +210,8 @@ impl Audit {
                     self.engine.command(folder, &serving)
                 ));
             } else {
-                lines.push("serve with a cache in the model's type: leave the option that asks for FP8 away".to_owned());
+                lines
+                    .push("serve with a cache in the model's type: leave the option that asks for FP8 away".to_owned());
             }
         }
         for unjudged in &self.unjudged {
@@ -221,7 +232,8 @@ impl Audit {
 
     fn export(&self, folder: &str) -> String {
         let to = format!("{}-{}", folder.trim_end_matches('/'), self.engine.name());
-        let mut line = format!("sigmascale export {} --to {} --for {}", quoted(folder), quoted(&to), self.engine.name());
+        let mut line =
+            format!("sigmascale export {} --to {} --for {}", quoted(folder), quoted(&to), self.engine.name());
         if let Some(context) = self.serving.context {
             line += &format!(" --context {context}");
         }

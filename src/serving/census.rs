@@ -9,7 +9,8 @@ use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 /// Words of the last part of a name that stand for an operand of attention.
-const OPERANDS: &[&str] = &["q", "k", "v", "kv", "qk", "qkv", "qkqkv", "query", "key", "value", "query_key_value", "prob"];
+const OPERANDS: &[&str] =
+    &["q", "k", "v", "kv", "qk", "qkv", "qkqkv", "query", "key", "value", "query_key_value", "prob"];
 /// Names of projections, alone or fused, as modules.
 const PROJECTIONS: &[&str] = &[
     "q_proj",
@@ -102,7 +103,8 @@ pub(super) fn adapter_files(folder: &Path) -> Vec<String> {
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .filter(|name| {
             let name = name.to_ascii_lowercase();
-            let weights = ["safetensors", "bin", "pt", "pth", "npz"].iter().any(|end| name.ends_with(&format!(".{end}")));
+            let weights =
+                ["safetensors", "bin", "pt", "pth", "npz"].iter().any(|end| name.ends_with(&format!(".{end}")));
             name == "adapter_config.json" || name.starts_with("adapter") && weights || name.contains("lora") && weights
         })
         .collect();
@@ -139,14 +141,17 @@ impl<'a> Unread<'a> {
         let parts: Vec<&str> = stem.split('.').collect();
         let last = *parts.last()?;
         let projection = PROJECTIONS.contains(&last);
-        let norm = ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm"].contains(&last);
+        let norm =
+            ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm"].contains(&last);
         let data = kind == "bias" || kind.starts_with("weight") || kind.starts_with("qweight");
         if !data || self.read.contains(stem) {
             return None;
         }
         // The selection of keys has a cache of its own, with scales that are computed; a state is no cache of keys.
         let elsewhere = ["indexer", "linear_attn", "mamba", "linear_attention", "delta_net"];
-        if parts.iter().any(|part| elsewhere.contains(part)) || last == "in_proj" && !parts.iter().any(|p| is_attention(p)) {
+        if parts.iter().any(|part| elsewhere.contains(part))
+            || last == "in_proj" && !parts.iter().any(|p| is_attention(p))
+        {
             return None;
         }
         if let Some(own) = self.own_module(stem) {
@@ -184,7 +189,9 @@ impl<'a> Unread<'a> {
 
     /// The layer whose attention module holds a name.
     fn own_module(&self, stem: &str) -> Option<usize> {
-        self.modules.iter().position(|module| stem.strip_prefix(module.as_str()).is_some_and(|rest| rest.starts_with('.')))
+        self.modules
+            .iter()
+            .position(|module| stem.strip_prefix(module.as_str()).is_some_and(|rest| rest.starts_with('.')))
     }
 
     /// A tensor in a layer's own module that the bounds do not read.
@@ -203,8 +210,16 @@ impl<'a> Unread<'a> {
 
     /// Whether a name belongs to an encoder of images or sound beside a text model: it keeps no cache, and engines do not cast it.
     fn is_encoder(&self, parts: &[&str]) -> bool {
-        const TOWERS: &[&str] =
-            &["vision_tower", "vision_model", "vision_encoder", "visual", "vision", "audio_tower", "audio_model", "image_newline"];
+        const TOWERS: &[&str] = &[
+            "vision_tower",
+            "vision_model",
+            "vision_encoder",
+            "visual",
+            "vision",
+            "audio_tower",
+            "audio_model",
+            "image_newline",
+        ];
         self.wrapped && parts.iter().any(|part| TOWERS.contains(part))
     }
 

@@ -137,7 +137,9 @@ mod tests {
             for (families, loads) in engine.description().families {
                 for family in *families {
                     let is_one = *family == "*"
-                        || known.iter().any(|known| known.support == Support::Family(family) || known.model_type == *family);
+                        || known
+                            .iter()
+                            .any(|known| known.support == Support::Family(family) || known.model_type == *family);
                     assert!(is_one && seen.insert(*family), "{engine} {family}");
                 }
                 if let Loads::Scales(names) | Loads::Partly(names, _) = loads {

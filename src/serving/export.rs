@@ -167,7 +167,9 @@ fn reads(
     match description.loads(spec, &config.types()) {
         None => return unknown(format_args!("what the attention of family `{}` loads", spec.family)),
         Some(Loads::Nothing(why)) => return none(why),
-        Some(Loads::Partly(_, why)) => return Err(Error::unsupported(format_args!("{why}: there is no export for it"))),
+        Some(Loads::Partly(_, why)) => {
+            return Err(Error::unsupported(format_args!("{why}: there is no export for it")));
+        }
         Some(Loads::Scales(_)) => {}
     }
     // Unquantized weights get a config that asks for the scales.

@@ -24,8 +24,10 @@ mod stream;
 mod unjudged;
 mod verify;
 
-pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, ScaleVerdict};
-pub use certificate::{CenterCertificate, Certificate, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate};
+pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
+pub use certificate::{
+    CenterCertificate, Certificate, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate,
+};
 pub use engine::{Engine, Operand};
 pub use export::{Export, SCALES_FILE, export};
 pub use options::{Serving, SkipLayers};

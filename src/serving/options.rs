@@ -19,7 +19,9 @@ impl Serving {
     /// Refuses what the model or the engine does not have; `skips` says whether the engine can leave layers out.
     pub(super) fn check(&self, spec: &AttentionSpec, skips: bool) -> Result<()> {
         if !self.skip.is_empty() && !skips {
-            return Err(Error::argument("only vLLM keeps layers out of an FP8 cache: skip layers with the engine vllm"));
+            return Err(Error::argument(
+                "only vLLM keeps layers out of an FP8 cache: skip layers with the engine vllm",
+            ));
         }
         if self.context == Some(0) {
             return Err(Error::argument("the context must be at least 1"));

@@ -147,7 +147,8 @@ impl Settings {
         let modelopt = name.starts_with("modelopt")
             || name.is_empty() && map.get("producer").is_some_and(|made| made["name"] == "modelopt");
         if modelopt {
-            let unnamed = || Method { name: "modelopt".to_owned(), algorithm: Some("unnamed".to_owned()), nested: false };
+            let unnamed =
+                || Method { name: "modelopt".to_owned(), algorithm: Some("unnamed".to_owned()), nested: false };
             return by_modelopt(map).unwrap_or_else(unnamed);
         }
         let name = if name.is_empty() { "unnamed".to_owned() } else { name };

@@ -20,8 +20,7 @@ pub(super) fn unjudged(
     let wrapped = config.value.get("text_config").is_some_and(Value::is_object)
         || ["vision_config", "audio_config"].iter().any(|key| config.value.get(*key).is_some_and(Value::is_object));
     let spec = checkpoint.spec();
-    let unread =
-        Unread::new(spec, checkpoint.layer_count(), checkpoint.attention_stems(), &names.modules, wrapped);
+    let unread = Unread::new(spec, checkpoint.layer_count(), checkpoint.attention_stems(), &names.modules, wrapped);
     let mut reasons = BTreeMap::<String, BTreeSet<String>>::new();
     for tensor in files.tensors() {
         let reason = if census::is_adapter(tensor.name) {

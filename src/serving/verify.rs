@@ -4,7 +4,7 @@
 //! attention and every file of an adapter is told apart ([`super::census`]); what an engine makes of a stored name follows from
 //! the engine's own rules ([`super::description`]); what neither tells is unknown.
 
-use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, Unjudged, ScaleVerdict};
+use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
 use super::census;
 use super::description::{Carries, Loads, Parameters};
 use super::engine::{Engine, Operand};
@@ -190,14 +190,7 @@ impl Found {
         engine == Engine::Vllm && self.method(engine).is_compressed_tensors() && strategy == Some("attn_head")
     }
 
-    fn audit(
-        &self,
-        engine: Engine,
-        spec: &AttentionSpec,
-        needs: &[Need],
-        serving: &Serving,
-        folder: &Path,
-    ) -> Audit {
+    fn audit(&self, engine: Engine, spec: &AttentionSpec, needs: &[Need], serving: &Serving, folder: &Path) -> Audit {
         let description = engine.description();
         let method = self.method(engine);
         let loads = description.loads(spec, &self.config.types());
@@ -277,7 +270,8 @@ impl<'a> Case<'a> {
 
     /// The tensors that land as scales, and those that look like scales and land nowhere.
     fn candidates(&self) -> (Vec<Candidates<'a>>, Vec<&'a str>) {
-        let mut candidates: Vec<Candidates<'a>> = self.found.names.modules.iter().map(|_| Candidates::default()).collect();
+        let mut candidates: Vec<Candidates<'a>> =
+            self.found.names.modules.iter().map(|_| Candidates::default()).collect();
         let mut strays = Vec::new();
         for (name, stored) in &self.found.listed {
             match self.parameters.as_ref().and_then(|parameters| parameters.lands(name)) {
@@ -298,8 +292,7 @@ impl<'a> Case<'a> {
             let last = name.rsplit('.').next().unwrap_or_default();
             if last.starts_with("prob") {
                 let fits = |stored: &Stored| {
-                    !stored.values.is_empty()
-                        && stored.values.iter().all(|x| x.is_finite() && *x >= LEAST_PROBABILITY)
+                    !stored.values.is_empty() && stored.values.iter().all(|x| x.is_finite() && *x >= LEAST_PROBABILITY)
                 };
                 if !self.found.listed[*name].iter().all(fits) {
                     probabilities.insert((*name).to_owned());
@@ -396,7 +389,9 @@ impl<'a> Case<'a> {
         }
         let excluded = self.excluded(index);
         let closed = match (&self.gate, excluded) {
-            (Gate::Closed(why) | Gate::Refused(why), _) => Some((ScaleVerdict::NotLoaded, format!("never loaded: {why}"))),
+            (Gate::Closed(why) | Gate::Refused(why), _) => {
+                Some((ScaleVerdict::NotLoaded, format!("never loaded: {why}")))
+            }
             (Gate::Unknown(why), _) => Some((ScaleVerdict::Unknown, why.clone())),
             (Gate::Open, Some(true)) => Some((
                 ScaleVerdict::NotLoaded,
@@ -541,12 +536,16 @@ impl<'a> Case<'a> {
             for operand in KEY_AND_VALUE {
                 let skipped = [index, writer].map(|layer| self.serving.skip.has(&self.spec.layers[layer]));
                 let why = if skipped[0] != skipped[1] {
-                    Some((f32::NAN, format!("its cache is layer {source}'s, and only one of the two is kept in the model's type")))
+                    Some((
+                        f32::NAN,
+                        format!("its cache is layer {source}'s, and only one of the two is kept in the model's type"),
+                    ))
                 } else if skipped[0] {
                     None
                 } else {
                     let scales = |layer: usize| layers[layer].row(operand).iter().map(|entry| entry.scale);
-                    let differ = scales(index).zip(scales(writer)).find(|(read, write)| read.to_bits() != write.to_bits());
+                    let differ =
+                        scales(index).zip(scales(writer)).find(|(read, write)| read.to_bits() != write.to_bits());
                     let several = |layer: usize| {
                         let own = &candidates[layer][operand as usize];
                         own.iter().any(|(_, stored)| stored.values != own[0].1.values)
@@ -556,12 +555,14 @@ impl<'a> Case<'a> {
                             (read / write).max(write / read),
                             format!("reads the cache of layer {source}, which is written with {write}, with {read}"),
                         )),
-                        None if scales(index).count() != scales(writer).count() => {
-                            Some((f32::NAN, format!("its scales are not as many as those of layer {source}, whose cache it reads")))
-                        }
-                        None if several(index) || several(writer) => {
-                            Some((f32::NAN, format!("several tensors are its scale or that of layer {source}, whose cache it reads")))
-                        }
+                        None if scales(index).count() != scales(writer).count() => Some((
+                            f32::NAN,
+                            format!("its scales are not as many as those of layer {source}, whose cache it reads"),
+                        )),
+                        None if several(index) || several(writer) => Some((
+                            f32::NAN,
+                            format!("several tensors are its scale or that of layer {source}, whose cache it reads"),
+                        )),
                         None => None,
                     }
                 };
@@ -634,9 +635,9 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (ScaleVerdict, String) {
 fn factor_files(folder: &Path) -> Result<Vec<String>> {
     const LONGEST: u64 = 1 << 20;
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, "open", e))?;
-    let files = entries.flatten().filter(|entry| {
-        std::fs::metadata(entry.path()).is_ok_and(|file| file.is_file() && file.len() <= LONGEST)
-    });
+    let files = entries
+        .flatten()
+        .filter(|entry| std::fs::metadata(entry.path()).is_ok_and(|file| file.is_file() && file.len() <= LONGEST));
     let mut names: Vec<String> = files
         .filter(|entry| entry.path().extension().is_some_and(|kind| kind == "json"))
         // A file that is no JSON is none of these.
