@@ -200,5 +200,4 @@ class ScaleStream:
 
 def _read(path):
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    with open(file, encoding="utf-8") as config:
-        return config.read(), None, file
+    return _native.config_text(file), None, file

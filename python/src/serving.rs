@@ -2,7 +2,7 @@
 
 use crate::cpu_scales::bytes_at;
 use crate::errors::raise;
-use crate::threads::detached;
+use crate::threads::{beside, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
@@ -164,7 +164,8 @@ impl ScaleStream {
             let family = stream.spec().family.clone();
             text(&done.iter().map(|layer| Described::new(&family, layer)).collect::<Result<Vec<_>>>()?)
         };
-        py.detach(work).map_err(|error| raise(py, &error))
+        // Not on the global pool, whose threads a child of `fork` does not have.
+        beside(py, work)
     }
 
     /// Why the scale engine of a device cannot compute this model's descales; None if it can.

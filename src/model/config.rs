@@ -11,7 +11,7 @@ use super::families::{
 };
 use super::hybrid::OTHER_KINDS;
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, nearest, plain, read_capped, refuse, shorten, too_large};
-use super::quantization::{Stored, Tile};
+use super::quantization::Stored;
 use super::spec::{AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -58,6 +58,14 @@ impl AttentionSpec {
     }
 }
 
+/// The bytes of a config's file.
+///
+/// # Errors
+/// As [`read_capped`].
+pub fn read_config(path: &Path) -> Result<Vec<u8>> {
+    read_capped(path, MAX_CONFIG_BYTES, "a config")
+}
+
 /// A config as the checkpoint reader needs it.
 #[derive(Clone)]
 pub(crate) struct Config {
@@ -69,8 +77,8 @@ pub(crate) struct Config {
     pub prefixes: Vec<&'static str>,
     /// Name of the layer's own input norm, where the family has more than one.
     pub own_norm: Option<&'static str>,
-    /// Rows and columns that share one FP8 scale, where the config tells them.
-    pub fp8_tile: Option<Tile>,
+    /// How weights are stored, as far as the config tells.
+    pub stored: Stored,
     /// Numbers of the layers whose values are made of their keys' projection.
     pub keys_as_values: Vec<usize>,
     /// The text model's own keys.
@@ -111,8 +119,16 @@ pub(crate) fn quoted_non_finite<'j>(json: &'j [u8], mark: &str) -> Cow<'j, [u8]>
 
 impl Config {
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let bytes = read_capped(path, MAX_CONFIG_BYTES, "a config")?;
+        let bytes = read_config(path)?;
         Self::parse(&bytes, path)
+    }
+
+    /// Refuses weights that have no bound, whatever their types.
+    pub(crate) fn check_stored(&self, path: &Path) -> Result<()> {
+        match &self.stored.refused {
+            Some(why) => Err(refuse(path, format_args!("its weights have no bound: {why}"))),
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn parse(bytes: &[u8], file: &Path) -> Result<Self> {
@@ -352,7 +368,7 @@ impl<'a> Keys<'a> {
             NormTensor::None | NormTensor::FirstApart { .. } => None,
         };
         let settings = self.map.clone();
-        Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, keys_as_values, settings })
+        Ok(Config { spec, layers, family, prefixes, own_norm, stored, keys_as_values, settings })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent. Layers of a hybrid that have no attention

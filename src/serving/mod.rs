@@ -24,7 +24,7 @@ mod stream;
 mod unjudged;
 mod verify;
 
-pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
+pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Step, Unjudged};
 pub use certificate::{
     CenterCertificate, Certificate, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate,
 };

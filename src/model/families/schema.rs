@@ -190,6 +190,9 @@ pub(crate) enum RotaryShare {
 pub(crate) enum RopeLayers {
     /// Not at all.
     Same,
+    /// Every layer may have it or none, by what a config does not tell: the attention factor counts as at least 1, that of a layer
+    /// without rotation.
+    Perhaps,
     /// Full and sliding layers have their own parameters. `pattern`: which layers are full when `layer_types` is absent.
     /// Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer: the
     /// largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the
