@@ -11,7 +11,7 @@ use super::table::{Table, range, short, wrapped};
 use clap::ValueEnum;
 use serde::Serialize;
 use sigmascale::bound::E4M3_MAX;
-use sigmascale::serving::{self, Audit, AuditEntry, Engine, Outcome, ScaleVerdict};
+use sigmascale::serving::{self, Audit, AuditEntry, Engine, KvFormat, Outcome, ScaleVerdict, Serving};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Observed, StressModel, TokenFile, observe};
 use std::path::{Path, PathBuf};
@@ -28,6 +28,9 @@ pub struct Args {
     engine: Option<Engine>,
     #[command(flatten)]
     serving: ServingArgs,
+    /// Type of the cache (nvfp4: vLLM only; an export's scales cover it too)
+    #[arg(long, value_parser = named::<KvFormat>(), value_name = "TYPE", default_value = KvFormat::Fp8.name())]
+    kv: KvFormat,
     /// Run this text through the model and print what it reaches beside the bounds (a .json file holds token ids)
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
@@ -80,7 +83,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;
     }
-    let options = args.serving.read()?;
+    let options = Serving { kv: args.kv, ..args.serving.read()? };
     let model = Model::open(&args.checkpoint)?;
     args.output.check_not_read(("--html", args.html.as_deref()), &files(&args.checkpoint, &model))?;
     let Model::Checkpoint(checkpoint) = model else {

@@ -336,6 +336,9 @@ impl Checkpoint {
         };
         let mla = self.mla(own, &names)?;
         let mut weights = LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm, mla };
+        if self.config.in_f16 {
+            super::f16::check(spec, &weights).map_err(|error| error.within(spec.place(layer)))?;
+        }
         if let Some(factors) = spec.multipliers {
             multiply(&mut weights, factors);
         }

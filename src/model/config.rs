@@ -77,6 +77,8 @@ pub(crate) struct Config {
     pub prefixes: Vec<&'static str>,
     /// Name of the layer's own input norm, where the family has more than one.
     pub own_norm: Option<&'static str>,
+    /// Whether the config runs the model in F16.
+    pub in_f16: bool,
     /// How weights are stored, as far as the config tells.
     pub stored: Stored,
     /// Numbers of the layers whose values are made of their keys' projection.
@@ -165,7 +167,10 @@ impl Config {
         };
         let wrapped = wrapper.into_iter().flat_map(|wrapper| wrapper.prefixes);
         let prefixes = wrapped.chain(family.prefixes).copied().collect();
-        check_dtype(top)?;
+        let mut in_f16 = false;
+        for keys in [top, text] {
+            in_f16 |= check_dtype(keys)?;
+        }
         let stored = Stored::of(&[top, text])?;
         let settings = text.with_rope_default(family)?;
         let text = Keys { map: &settings, file };
@@ -173,7 +178,7 @@ impl Config {
             text.check(refusal)?;
         }
         text.check_epsilons()?;
-        text.build(family, prefixes, stored)
+        Ok(Config { in_f16, ..text.build(family, prefixes, stored)? })
     }
 }
 
@@ -368,7 +373,7 @@ impl<'a> Keys<'a> {
             NormTensor::None | NormTensor::FirstApart { .. } => None,
         };
         let settings = self.map.clone();
-        Ok(Config { spec, layers, family, prefixes, own_norm, stored, keys_as_values, settings })
+        Ok(Config { spec, layers, family, prefixes, own_norm, in_f16: false, stored, keys_as_values, settings })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent. Layers of a hybrid that have no attention
@@ -490,8 +495,9 @@ fn unknown_family(file: &Path, model_type: &str) -> Error {
     )
 }
 
-/// Refuses a config whose stored type is no floating type.
-fn check_dtype(keys: Keys<'_>) -> Result<()> {
+/// Whether a config runs in F16; refuses one whose stored type is no floating type.
+fn check_dtype(keys: Keys<'_>) -> Result<bool> {
+    let mut in_f16 = false;
     for key in ["dtype", "torch_dtype"] {
         let Some(name) = keys.text(key)? else { continue };
         let name = name.strip_prefix("torch.").unwrap_or(name);
@@ -504,8 +510,9 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
                 ),
             ));
         }
+        in_f16 |= name == "float16";
     }
-    Ok(())
+    Ok(in_f16)
 }
 
 fn unknown_kind(file: &Path, kind: &Value) -> Error {

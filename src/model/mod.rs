@@ -7,6 +7,7 @@
 mod body;
 mod checkpoint;
 mod config;
+mod f16;
 mod families;
 mod files;
 mod folder;

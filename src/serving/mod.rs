@@ -30,7 +30,7 @@ pub use certificate::{
 };
 pub use engine::{Engine, Operand};
 pub use export::{Export, SCALES_FILE, export};
-pub use options::{Serving, SkipLayers};
+pub use options::{KvFormat, Serving, SkipLayers};
 pub use scales::LayerScales;
 pub use stream::{Refit, ScaleStream, refit};
 pub use verify::verify;

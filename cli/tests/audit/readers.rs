@@ -340,3 +340,33 @@ fn an_audit_needs_what_a_calibration_states() {
     let output = sigmascale(&["inspect", text(folder.path())]);
     assert_eq!(output.status.code(), Some(0));
 }
+
+/// Weights that are rounded to F16 when they are loaded: what its range does to them is counted or refused.
+#[test]
+fn the_range_of_f16_is_in_the_bounds() {
+    let with = |dtype: Dtype, config: &'static str, factor: f64| {
+        let mut model = Model::new(grouped("llama", "llama", json!({"torch_dtype": config})));
+        model.case.dtype = dtype;
+        for (name, (_, values)) in &mut model.tensors.0 {
+            if name.contains("layers.1.self_attn.v_proj.weight") {
+                values.iter_mut().for_each(|x| *x *= factor);
+            }
+        }
+        model.folder()
+    };
+    for dtype in [Dtype::F32, Dtype::BF16] {
+        for (factor, part) in [(1e-8, "rounded by more"), (1e9, "is infinite"), (3e4, "can pass 65504")] {
+            for command in ["calibrate", "verify"] {
+                let (code, log) = failure(&[command, text(with(dtype, "float16", factor).path())]);
+                assert!(code == 1 || code == 3, "{code}");
+                assert!(log.contains("layers.1.self_attn.v_proj.weight head 0") && log.contains(part), "{dtype:?} {factor}: {log}");
+            }
+            assert!(!descales(with(dtype, "bfloat16", factor).path(), "v_descale").is_empty());
+        }
+        assert!(!descales(with(dtype, "float16", 1.0).path(), "v_descale").is_empty());
+        // Nothing is lost of zeros.
+        assert!(!descales(with(dtype, "float16", 0.0).path(), "v_descale").is_empty());
+    }
+    // What is stored in F16 is what runs.
+    assert!(!descales(with(Dtype::F16, "float16", 1e-3).path(), "v_descale").is_empty());
+}

@@ -701,28 +701,32 @@ fn every_description_of_the_stored_weights_is_read() {
     let compressed = r#""quant_method":"compressed-tensors","format":"float-quantized""#;
     let turned = format!(r#"{{{compressed},"transform_config":{{"config_groups":{{"u":{{"type":"hadamard"}}}}}}}}"#);
     let plain = format!("{{{compressed}}}");
+    let parsed = |text: &str| Config::parse(text.as_bytes(), Path::new("config.json")).unwrap();
     let wrapped = |outer: &str, inner: &str| {
-        spec(&format!(
+        parsed(&format!(
             r#"{{"model_type":"mistral3"{outer},"text_config":{{"model_type":"mistral","hidden_size":256,
                 "num_hidden_layers":1,"num_attention_heads":8{inner}}}}}"#
         ))
     };
     let outer = format!(r#","quantization_config":{plain}"#);
-    assert!(wrapped(&outer, &outer).unwrap().fp8_inputs && wrapped("", &outer).unwrap().fp8_inputs);
+    assert!(wrapped(&outer, &outer).spec.fp8_inputs && wrapped("", &outer).spec.fp8_inputs);
+    // What has no bound as weights still has a config.
     let hidden = |text: String| {
-        let error = wrapped(&outer, &text).unwrap_err();
+        let error = wrapped(&outer, &text).check_stored(Path::new("folder")).unwrap_err();
         assert!(error.is_unsupported(), "{error}");
         error.to_string()
     };
+    assert!(wrapped(&outer, &outer).check_stored(Path::new("folder")).is_ok());
     assert!(hidden(format!(r#","quantization_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(format!(r#","compression_config":{turned}"#)).contains("transform_config"));
-    assert!(hidden(r#","quantization_config":{"quant_method":"gptq"}"#.to_owned()).contains("gptq"));
-    assert!(
-        hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned())
-            .contains("contradicts another description")
-    );
-    let top = llama(&format!(r#","compression_config":{turned}"#)).unwrap_err().to_string();
-    assert!(top.contains("transform_config"), "{top}");
+    for other in [r#"{"quant_method":"gptq"}"#, r#"{"quant_method":"fp8"}"#] {
+        assert!(hidden(format!(r#","quantization_config":{other}"#)).contains("contradicts another description"));
+    }
+    assert!(hidden(r#","quantization_config":{"quant_method":"hqq"}"#.to_owned()).contains("hqq"));
+    let top = parsed(&format!(
+        r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":8,"compression_config":{turned}}}"#
+    ));
+    assert!(top.check_stored(Path::new("folder")).unwrap_err().to_string().contains("transform_config"));
 }
 
 /// KV heads and channels of 24 heads in 1536 channels where the config leaves them out, as transformers 5.23 has them.
