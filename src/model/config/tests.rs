@@ -696,6 +696,28 @@ fn a_share_under_a_key_that_a_release_leaves_unread_has_both_readings() {
     assert!(small.contains("`rotary_dim`"), "{small}");
 }
 
+/// Layers of Laguna differ in query heads and in the rotated share of a head.
+#[test]
+fn query_heads_and_rotated_shares_may_differ_by_layer() {
+    let laguna = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"laguna","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":16,"max_position_embeddings":512,
+                "layer_types":["full_attention","sliding_attention"]{extra}}}"#
+        ))
+    };
+    let own = laguna(r#","num_attention_heads_per_layer":[16,24]"#).unwrap();
+    let of = |layer: usize| {
+        let own = &own.layers[layer];
+        (own.n_q_heads, own.n_kv_heads, own.d_head, own.rope.as_ref().unwrap().rotary_dim, own.window)
+    };
+    assert_eq!((of(0), of(1)), ((16, 8, 128, 64, None), (24, 8, 128, 128, Some(512))));
+    let base = |layer: usize| own.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[1];
+    assert!((base(0) - 500_000f64.powf(-1.0 / 32.0)).abs() < 1e-12 && (base(1) - 10_000f64.powf(-1.0 / 64.0)).abs() < 1e-12);
+    assert_eq!(laguna("").unwrap().layers[1].n_q_heads, 16);
+    let error = laguna(r#","num_attention_heads_per_layer":[16,20]"#).unwrap_err().to_string();
+    assert!(error.contains("20 query heads"), "{error}");
+}
+
 #[test]
 fn every_description_of_the_stored_weights_is_read() {
     let compressed = r#""quant_method":"compressed-tensors","format":"float-quantized""#;
@@ -757,6 +779,7 @@ fn absent_sizes_are_those_of_the_reference() {
         ("hyperclovax", 24, 64),
         ("jais2", 24, 64),
         ("jamba", 8, 64),
+        ("laguna", 8, 128),
         ("lfm2", 8, 64),
         ("llama", 24, 64),
         ("llama4_text", 8, 128),

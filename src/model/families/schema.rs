@@ -96,6 +96,8 @@ pub(crate) struct Sizes {
 pub(crate) enum LayerHeads {
     /// Every layer has those of the sizes.
     Uniform,
+    /// Laguna: the query heads of each layer in a list, where there is one.
+    Queries(&'static str),
     /// OpenELM: two lists with a number for each layer.
     Lists { q: &'static str, kv: &'static str },
     /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
