@@ -98,9 +98,9 @@ def attention(
     ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key. ``softmax_scale``: by
     default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
 
-    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed) or
-    ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are
-    needed). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
+    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed, and
+    without gradients while the plan's model is in training mode, since a checkpoint may compute the call again) or
+    ``"fp8-N"``, promoted to f32 every N keys or more often (the default elsewhere is ``"fp8-256"``). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
     supports, and ``None`` refuses or emulates them.
 
     ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap *
@@ -228,7 +228,7 @@ def attend(
     saves = _saves(q, k, v, sinks)
     # Operands that are E4M3 already have no dQ.
     keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
-    accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
+    accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan) else _INFERENCE)
     terms = Terms(
         causal=causal,
         scale=call.scale,
@@ -335,6 +335,13 @@ def _saves(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _is_checkpoint(q, plan):
+    """Whether a call without gradients can be that of a reentrant checkpoint, whose recompute must give the same bits."""
+    if torch.is_inference_mode_enabled() or q.dtype == E4M3 or not isinstance(plan, LayerPlan):
+        return False
+    return plan.training
+
+
 def _turns_in_cast(q, k, v, terms, call):
     """Whether the kernels' cast can turn q and k: nobody else sees them before."""
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
@@ -369,7 +376,8 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
             )
         if q.device != plan.words.device:
             raise ArgumentError(
-                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: move q, k and v there"
+                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: attach to the model again after it was "
+                "moved, or move q, k and v there"
             )
         runtime = plan.runtime
         descales = None if plan.per_call else tuple(plan._descales)

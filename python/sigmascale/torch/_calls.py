@@ -17,6 +17,8 @@ NONE = -1
 _NUMBERS = itertools.count()
 # By layer: calls by what ran them, and by that and why.
 _COUNTERS, _REASONS = {}, {}
+# Layers that have had a call, and functions that are told of each call of a layer, without its operands.
+_REACHED, _FOLLOWERS = set(), {}
 _SAID = set()
 # Functions that are told of each call, by layer; and of the backward of one call, by the address of its log-sum-exp.
 _OBSERVERS, _BACKWARDS = {}, {}
@@ -56,8 +58,19 @@ def clear(layer):
 def forget(layers):
     """Drops counters and observers."""
     for layer in layers:
-        for held in (_COUNTERS, _REASONS, _OBSERVERS):
+        for held in (_COUNTERS, _REASONS, _OBSERVERS, _FOLLOWERS):
             held.pop(layer, None)
+        _REACHED.discard(layer)
+
+
+def reached(layer):
+    """Whether any call of a layer has come here."""
+    return layer in _REACHED
+
+
+def follow(layer, function):
+    """Calls ``function`` after each call of a layer."""
+    _FOLLOWERS[layer] = function
 
 
 def observe(layer, observer):
@@ -91,6 +104,8 @@ def ran(label, name, reason, *call):
     if call and _OBSERVERS:
         for observer in tuple(_OBSERVERS.get(layer, ())):
             observer(*call)
+    if layer in _FOLLOWERS:
+        _FOLLOWERS[layer]()
 
 
 def observed(label):
@@ -110,6 +125,7 @@ def _count(layer, name, reason):
     """Adds a call that ``name`` ran, where the layer is watched."""
     counter = _COUNTERS.get(layer)
     if counter is not None:
+        _REACHED.add(layer)
         counter[name] += 1
         _REASONS[layer][name, reason] += 1
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _attention, _backends, _e4m3
+from . import _attention, _backends, _e4m3, _ops
 from ._plan import LayerPlan
 from ._terms import Terms, hidden
 
@@ -263,7 +263,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_ops.without_second
     def backward(ctx, grad):
         call = ctx.call
         q8, k8, v8, out, lse, *descales = ctx.saved_tensors

@@ -25,6 +25,7 @@ class Plans(Protocol):
     descales: torch.Tensor
     words: torch.Tensor
     logit_descales: torch.Tensor | None
+    _model: weakref.ref[torch.nn.Module]
 
 
 class LayerPlan:
@@ -71,6 +72,12 @@ class LayerPlan:
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
         for tensor in (runtime.descales, runtime.words, self._rows, self.words):
             _tell_compiler(tensor)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode, where a forward without gradients can be that of a checkpoint."""
+        model = self.runtime._model()
+        return model is not None and model.training
 
     @property
     def reported(self) -> torch.Tensor | None:

@@ -1,0 +1,102 @@
+"""Whether weights are still those that scales were computed from, without waiting for the device.
+
+Of each tensor a diagonal is compared: its elements see every band of rows and of columns, so a step of an optimizer, a head
+that was rescaled and a channel that was folded change some of them. The comparison is of bits. It does not depend on how the
+weights were written, which PyTorch's version counters do.
+"""
+
+import torch
+
+# Elements of a tensor that are compared.
+_COUNT = 1024
+# Comparisons in a row from the first call on, and how many calls lie between two later ones.
+_FIRST, _BETWEEN = 32, 8
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class Weights:
+    """A sample of tensors as they were at the last :meth:`mark`.
+
+    ``named``: layers' names, each with a tensor. ``moved``: whether such a tensor lies elsewhere now.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, named, moved, device):
+        self._device, self._groups, self._are_moved = device, [], moved
+        by_size = {}
+        for name, tensor in named:
+            if tensor.device == device and tensor.numel():
+                by_size.setdefault(tensor.element_size(), []).append((name, _diagonal(tensor)))
+        for found in by_size.values():
+            names, views = zip(*found)
+            self._groups.append((names, views, torch.cat(views)))
+        self._differs = torch.zeros((), dtype=torch.bool, device=device)
+        self._calls, self._moved = 0, False
+        # The answer of the last comparison on its way to the host.
+        self._answer, self._event = None, None
+        if device.type == "cuda":
+            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._event = torch.cuda.Event()
+
+    def mark(self):
+        """The weights are now those that scales are computed from."""
+        for _, views, kept in self._groups:
+            torch.cat(views, out=kept)
+
+    @torch.no_grad()
+    def look(self):
+        """Compares in one of several calls. Whether an earlier comparison, or on a CPU this one, met other weights: an
+        answer that is not here yet comes at a later call."""
+        self._calls += 1
+        if self._calls > _FIRST and self._calls % _BETWEEN:
+            return False
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Replays compare too; `differs` says what they found.
+            self._compare()
+            return False
+        if self._is_moved():
+            return True
+        if self._answer is None:
+            self._compare()
+            return bool(self._differs)
+        if self._calls > 1:
+            if not self._event.query():
+                return False
+            if self._answer.item():
+                return True
+        self._compare()
+        self._answer.copy_(self._differs, non_blocking=True)
+        self._event.record()
+        return False
+
+    def _compare(self):
+        for _, views, kept in self._groups:
+            self._differs.logical_or_((torch.cat(views) != kept).any())
+
+    @torch.no_grad()
+    def differs(self):
+        """Whether any comparison met other weights, with one now; waits for the device."""
+        self._compare()
+        return self._is_moved() or bool(self._differs)
+
+    def _is_moved(self):
+        self._moved = self._moved or self._are_moved()
+        return self._moved
+
+    def names(self):
+        """Names of layers with tensors that differ now, or of all where these were moved or put back; waits for the
+        device."""
+        found = []
+        for names, views, kept in self._groups:
+            parts = kept.split([view.numel() for view in views])
+            found += [name for name, view, part in zip(names, views, parts) if not torch.equal(view, part)]
+        return list(dict.fromkeys(found or [name for names, *_ in self._groups for name in names]))
+
+
+def _diagonal(tensor):
+    """Bits of elements along the diagonal of a tensor, as a view."""
+    tensor = tensor.detach()
+    bits = tensor.view(_BITS[tensor.element_size()])
+    count = min(_COUNT, *bits.shape) if bits.dim() else 1
+    step = sum(stride * (length // count) for stride, length in zip(bits.stride(), bits.shape))
+    return bits.as_strided((count,), (step,))
