@@ -114,11 +114,10 @@ def observed(label):
 
 
 def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
-    """Tells who waits for this backward: of the output that delta is taken from."""
+    """Tells who waits for this backward."""
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
     if observer is not None:
-        out = out if residual is None else out.float() + residual.float()
-        observer(grad, operands, descales, out, terms)
+        observer(grad, operands, descales, out, terms, residual)
 
 
 def _count(layer, name, reason):

@@ -18,30 +18,33 @@ def query_norms(layers):
     0.1 % more. Rounding: the product of d columns errs by at most d u |W|_F^2 <= d r u lambda, a squaring by 2 r^2 u,
     and the 2^-i-th root shrinks that of G_i. All of it is added.
     """
-    grams = [_grams(layer) for layer in layers]
-    # The squarings of all layers together: they are many small kernels.
-    found = [None] * len(layers)
     alike = {}
-    for i, gram in enumerate(grams):
-        alike.setdefault((gram.shape[1], gram.device), []).append(i)
-    for places in alike.values():
-        roots = _largest(torch.cat([grams[i] for i in places])).sqrt()
-        for i, root in zip(places, roots.split([layers[i].n_q_heads for i in places])):
-            d = layers[i].d_head
-            found[i] = root * (1 + (d * layers[i].q.shape[1] + 4 * d * d + 64) * 2.0**-52)
+    for index, layer in enumerate(layers):
+        alike.setdefault((layer.d_head, layer.q.shape[1], layer.q.dtype, layer.q.device), []).append(index)
+    found = [None] * len(layers)
+    # All layers together: the squarings are many small kernels.
+    for (d, columns, *_), indices in alike.items():
+        roots = _largest(_grams([layers[index] for index in indices])).sqrt()
+        roots = roots * (1 + (d * columns + 4 * d * d + 64) * 2.0**-52)
+        for index, root in zip(indices, roots.split([layers[index].n_q_heads for index in indices])):
+            found[index] = root
     return found
 
 
-def _grams(layer):
-    """W W^T of each head in f64, ``(n_q_heads, d_head, d_head)``."""
+def _grams(layers):
+    """W W^T of each head in f64, ``(heads of all layers, d_head, d_head)``."""
+    weights = torch.cat([_by_head(layer) for layer in layers])
+    step = max(1, _BYTES // (8 * weights.shape[1] * weights.shape[2]))
+    rows = (weights[first : first + step].double() for first in range(0, weights.shape[0], step))
+    return torch.cat([each @ each.transpose(1, 2) for each in rows])
+
+
+def _by_head(layer):
+    """The weight of q, ``(n_q_heads, d_head, d_model)``."""
     weight, d = layer.q.detach(), layer.d_head
-    starts = range(0, layer.n_q_heads * d, d) if layer.heads is None else layer.heads[0]
-    step = max(1, _BYTES // (8 * d * weight.shape[1]))
-    grams = []
-    for first in range(0, layer.n_q_heads, step):
-        rows = torch.stack([weight[start : start + d] for start in starts[first : first + step]]).double()
-        grams.append(rows @ rows.transpose(1, 2))
-    return torch.cat(grams)
+    if layer.heads is None:
+        return weight.unflatten(0, (layer.n_q_heads, d))
+    return torch.stack([weight[start : start + d] for start in layer.heads[0]])
 
 
 def _largest(gram):

@@ -88,21 +88,24 @@ def _report(words, called, n_q):
     called.data.zero_()
 
 
-# The backends that keep more than the operands.
-_KEEPERS = {_terms.FP8_DQ: ("native",), _terms.UNROUNDED_DELTA: ("native", "emulated")}
+# The backends that tell what the rounding of the output takes.
+_EXACT = ("native", "emulated")
 
 
 def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
     _distributed.refuse_context_parallel()
     chosen, why = _backends.choose(backend, q, v, terms)
-    if chosen.name not in _KEEPERS.get(terms.keeps, (chosen.name,)):
+    if terms.keeps == _terms.FP8_DQ and chosen.name != "native":
         raise UnsupportedError(
             f"gradients={terms.keeps!r} is for this package's kernels, and {chosen.name} takes this call: leave it out"
         )
     row_max, residual = _row_max(q, terms), _residual(q, v, terms)
     beside = {"row_max": row_max} if row_max.numel() else {}
-    if residual.numel():
+    if residual.numel() and chosen.name in _EXACT:
         beside["residual"] = residual
+    elif residual.numel():
+        # `auto` took a library, whose delta is that of its output.
+        residual.zero_()
     if rope is not None:
         beside["rope"] = rope
     with _in_full(chosen, q.device):

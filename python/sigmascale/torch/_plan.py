@@ -42,8 +42,6 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
-    # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
-    unrounded_delta: bool = False
     key: int
     label: torch.Tensor
     logit_descale: torch.Tensor | None

@@ -497,7 +497,7 @@ class Runtime:
             raise NonFiniteError(
                 f"weights or bounds are not finite in layers {bad or 'unknown'}: the plan is not usable"
             )
-        if self._weights is not None and self._marked and self._weights.differs():
+        if self._weights is not None and self._marked and self._weights.differ():
             raise SigmascaleError(self._of_weights())
         if names := self._elsewhere():
             raise SigmascaleError(self._of_elsewhere(names))

@@ -18,7 +18,7 @@ Bound = Literal["worst-case"]
 Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 Fallback = Literal["bf16"] | None
 # How the backward computes dQ, where not as usual.
-Gradients = Literal["fp8-dq", "unrounded-delta"] | None
+Gradients = Literal["fp8-dq", "rounded-delta"] | None
 Telemetry = Literal["full", "off"] | int
 Layers = Sequence[Layer | Callable[[], Layer]]
 Group = torch.distributed.ProcessGroup | None

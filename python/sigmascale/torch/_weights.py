@@ -30,58 +30,51 @@ class Weights:
         for found in by_size.values():
             names, views = zip(*found)
             self._groups.append((names, views, torch.cat(views)))
-        self._differs = torch.zeros((), dtype=torch.bool, device=device)
-        self._calls, self._moved = 0, False
-        # The answer of the last comparison on its way to the host.
-        self._answer, self._event = None, None
+        # Whether a comparison met other weights, until that is told.
+        self._differs, self._calls = torch.zeros((), dtype=torch.bool, device=device), 0
+        # The answer of the last comparison, and whether it is on its way to the host.
+        self._answer, self._arrived, self._sent = None, None, False
         if device.type == "cuda":
-            self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
-            self._event = torch.cuda.Event()
+            self._answer = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
+            self._arrived = torch.cuda.Event()
 
     def mark(self):
         """The weights are now those that scales are computed from."""
         for _, views, kept in self._groups:
             torch.cat(views, out=kept)
 
-    @torch.no_grad()
     def look(self):
         """Compares in one of several calls. Whether an earlier comparison, or on a CPU this one, met other weights: an
         answer that is not here yet comes at a later call."""
         self._calls += 1
         if self._calls > _FIRST and self._calls % _BETWEEN:
             return False
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Replays compare too; `differs` says what they found.
-            self._compare()
-            return False
-        if self._is_moved():
+        if self._are_moved():
             return True
-        if self._answer is None:
-            self._compare()
-            return bool(self._differs)
-        if self._calls > 1:
-            if not self._event.query():
+        capturing = self._answer is not None and torch.cuda.is_current_stream_capturing()
+        if self._sent and not capturing:
+            if not self._arrived.query():
                 return False
+            self._sent = False
             if self._answer.item():
+                self._differs.zero_()
                 return True
-        self._compare()
-        self._answer.copy_(self._differs, non_blocking=True)
-        self._event.record()
-        return False
-
-    def _compare(self):
         for _, views, kept in self._groups:
             self._differs.logical_or_((torch.cat(views) != kept).any())
+        if self._answer is None:
+            differs = self._differs.item()
+            self._differs.zero_()
+            return differs
+        # Replays of a graph compare too, and a later call outside of it tells.
+        if not capturing:
+            self._answer.copy_(self._differs, non_blocking=True)
+            self._arrived.record()
+            self._sent = True
+        return False
 
-    @torch.no_grad()
-    def differs(self):
-        """Whether any comparison met other weights, with one now; waits for the device."""
-        self._compare()
-        return self._is_moved() or bool(self._differs)
-
-    def _is_moved(self):
-        self._moved = self._moved or self._are_moved()
-        return self._moved
+    def differ(self):
+        """Whether weights are others now; waits for the device."""
+        return self._are_moved() or not all(torch.equal(torch.cat(views), kept) for _, views, kept in self._groups)
 
     def names(self):
         """Names of layers with tensors that differ now, or of all where these were moved or put back; waits for the
