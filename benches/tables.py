@@ -547,7 +547,7 @@ def low_precision_kernels():
 
 def delta_bias():
     names = {"bf16 flash": "PyTorch's flash attention, BF16", "bf16 cudnn": "cuDNN, BF16"}
-    names |= {"fp8": "FP8, P V in F16", "fp8 stabilise": 'the same, `gradients="unrounded-delta"`'}
+    names |= {"fp8": 'FP8, P V in F16, `gradients="rounded-delta"`', "fp8 stabilise": "the same by default"}
     signs = {"one": "one sign", "both": "both signs"}
     rows, table = record("2026-11-24-delta-bias-h200.csv"), []
     percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
