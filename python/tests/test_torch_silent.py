@@ -469,6 +469,14 @@ def test_a_model_that_never_comes_here_is_named_once():
     runtime.check()
 
 
+def test_the_plans_of_a_later_runtime_are_no_other_place():
+    made = model()
+    first, second = fp8.attach(made, strict=True), fp8.attach(made, policy="delayed-te", strict=True)
+    loss_of(made, 0)
+    first.check()
+    second.check()
+
+
 def test_layers_that_run_elsewhere_are_told_from_the_others():
     made = model(layers=6)
     for layer in made.model.layers[1:]:

@@ -109,7 +109,7 @@ def attention(
 
     ``rope``: ``(cosines, sines)`` or a :class:`Rope` by which q and k are rotated first. On a GPU this package's kernels
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
-    where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
+    under the policy ``current``, under ``torch.compile`` and on other backends.
 
     ``gradients``: how the backward computes dQ. By default its delta is that of the output before the rounding to
     bfloat16, so that a row that sees one key has a dQ of zero and repeated row maxima bias nothing; the forward keeps what
@@ -342,8 +342,8 @@ def _is_checkpoint(q, plan):
 
 
 def _turns_in_cast(q, k, v, terms, call):
-    """Whether the kernels' cast can turn q and k: nobody else sees them before."""
-    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
+    """Whether the kernels' cast can turn q and k: nothing else computes with them before."""
+    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v):
         return False
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 

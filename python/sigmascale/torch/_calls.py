@@ -74,8 +74,8 @@ def follow(layer, function):
 
 
 def observe(layer, observer):
-    """Tells ``observer`` of each call of a layer: q, k and v, the log-sum-exp, whether a backward follows, and
-    whether the call reports its statistics."""
+    """Tells ``observer`` of each call of a layer: q, k and v, which the cast may rotate later, the log-sum-exp, whether a
+    backward follows, and whether the call reports its statistics."""
     _OBSERVERS.setdefault(layer, []).append(observer)
 
 
@@ -106,11 +106,6 @@ def ran(label, name, reason, *call):
             observer(*call)
     if layer in _FOLLOWERS:
         _FOLLOWERS[layer]()
-
-
-def observed(label):
-    """Whether somebody looks at the layer's calls."""
-    return bool(_OBSERVERS.get(layer_of(label)))
 
 
 def saw_backward(lse, grad, operands, descales, out, terms, residual=None):

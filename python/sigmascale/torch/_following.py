@@ -21,7 +21,6 @@ class Following:
         self._runtime, self._number = weakref.ref(runtime), len(optimizers)
         # Optimizers that have stepped since a step ended, and whether a refresh waits for the end of a backward.
         self._stepped, self._waits = set(), False
-        _check_parameters(model, optimizers)
         loaded = model.register_load_state_dict_post_hook(Detached(weakref.WeakMethod(self._loaded)))
         self._undo = [loaded.remove]
         for number, optimizer in enumerate(optimizers):
@@ -105,27 +104,26 @@ def _call(reference, *args):
         function(*args)
 
 
-def checked(optimizer):
-    """The optimizers that :func:`attach` was given, as a list."""
-    if optimizer is None:
-        return []
+def checked(optimizer, model):
+    """The optimizers that :func:`attach` was given, as a list. Raises an exception for what does not step, and where none has a
+    parameter of the model: one that steps copies in another precision, or parameters from before the model was sharded."""
     # A container of optimizers that steps as one is one.
     several = isinstance(optimizer, list | tuple)
-    return list(optimizer) if several else [optimizer]
-
-
-def _check_parameters(model, optimizers):
-    """Raises an exception where none of the optimizers has a parameter of the model: one that steps copies in another
-    precision, or parameters from before the model was sharded."""
-    native = [optimizer for optimizer in optimizers if _has_hooks(optimizer)]
-    if not native or len(native) < len(optimizers):
-        return
+    optimizers = [] if optimizer is None else list(optimizer) if several else [optimizer]
+    for each in optimizers:
+        if not callable(getattr(each, "step", None)):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, an object with step(), or a list of them, not {type(each).__name__}"
+            )
+    if not optimizers or not all(map(_has_hooks, optimizers)):
+        return optimizers
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in own for optimizer in native for group in optimizer.param_groups for p in group["params"]):
+    if not any(id(p) in own for each in optimizers for group in each.param_groups for p in group["params"]):
         raise ArgumentError(
             "optimizer has none of the model's parameters: give the one that was made from model.parameters(), after the model "
             "was moved and sharded, or the object whose step() updates the model from copies of its parameters"
         )
+    return optimizers
 
 
 def _has_hooks(optimizer):
@@ -138,11 +136,7 @@ def _after_step(optimizer, work):
     work = torch.compiler.disable(work)
     if _has_hooks(optimizer):
         return optimizer.register_step_post_hook(lambda *_: work()).remove
-    step = getattr(optimizer, "step", None)
-    if not callable(step):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, an object with step(), or a list of them, not {type(optimizer).__name__}"
-        )
+    step = optimizer.step
 
     @functools.wraps(step)
     def followed(*args, **kwargs):

@@ -161,9 +161,14 @@ def give_plan(module, plan):
     setattr(module, _Plans.name, _Plans([*alive, plan]))
 
 
+def plans_of(module):
+    """The plans of a module, the latest last."""
+    return getattr(module, _Plans.name, ())
+
+
 def plan_of_module(module):
     """The latest plan of a module whose runtime is alive."""
-    for plan in reversed(getattr(module, _Plans.name, ())):
+    for plan in reversed(plans_of(module)):
         if plan._runtime() is not None:
             return plan
     raise ArgumentError(

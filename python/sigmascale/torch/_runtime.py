@@ -16,7 +16,7 @@ from .. import _native
 from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
 from . import _backends, _calls, _distributed, _engine, _following, _heads, _layers, _saved, _telemetry, _weights
-from ._plan import LayerPlan, give_plan, refuse_copies
+from ._plan import LayerPlan, give_plan, plans_of, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Runtime:
             raise ArgumentError(f"fallback {fallback!r} must be 'bf16' or None")
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
-        optimizers = _following.checked(optimizer)
+        optimizers = _following.checked(optimizer, model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
         # Nothing is reduced before the first call: attach() communicates nothing.
         self._given, self._group = None if layers is None else list(layers), None
@@ -284,8 +284,11 @@ class Runtime:
                 return
 
     def _elsewhere(self):
-        """Names of the layers without a call, once the model has run."""
-        return [plan.name for plan in self.layers if not _calls.reached(plan.key)] if self._ran.ran else []
+        """Names of the layers without a call, once the model has run. Calls by another runtime's plan of a module count."""
+        if not self._ran.ran:
+            return []
+        called = {plan for module, plan in self._modules.items() if any(_calls.reached(x.key) for x in plans_of(module))}
+        return [plan.name for plan in self.layers if plan not in called and not _calls.reached(plan.key)]
 
     def _say_elsewhere(self):
         """After the first forward, where layers ran without this package."""
@@ -304,13 +307,16 @@ class Runtime:
 
     def _look_at_weights(self):
         """Follows the first layer's calls: whether the weights are those that the scales were computed from."""
-        if self._weights is None or "weights" not in self._unsaid or _distributed.recomputing():
+        weights = self._weights
+        if weights is None or "weights" not in self._unsaid or _distributed.recomputing():
+            return
+        if self._marked and not weights.due():
             return
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             if not self._marked:
                 # FSDP has made whole by now what the scales of this forward are computed from.
                 self._mark()
-            elif self._weights.look():
+            elif weights.look():
                 if not self._strict:
                     self._unsaid.discard("weights")
                 self._say(self._of_weights())

@@ -43,15 +43,17 @@ class Weights:
         for _, views, kept in self._groups:
             torch.cat(views, out=kept)
 
-    def look(self):
-        """Compares in one of several calls. Whether an earlier comparison, or on a CPU this one, met other weights: an
-        answer that is not here yet comes at a later call."""
+    def due(self):
+        """Counts a call, and whether it is one that compares."""
         self._calls += 1
-        if self._calls > _FIRST and self._calls % _BETWEEN:
-            return False
-        if self._are_moved():
-            return True
+        return self._calls <= _FIRST or self._calls % _BETWEEN == 0
+
+    def look(self):
+        """Compares. Whether an earlier comparison, or on a CPU this one, met other weights: an answer that is not here yet
+        comes at a later call."""
         capturing = self._answer is not None and torch.cuda.is_current_stream_capturing()
+        if not capturing and self._are_moved():
+            return True
         if self._sent and not capturing:
             if not self._arrived.query():
                 return False
