@@ -116,7 +116,7 @@ class Method(TypedDict):
     layer_norm_mean_limit: NotRequired[float]
 
 
-class LatentProfile(TypedDict):
+class MlaProfile(TypedDict):
     """What the cache of latent attention needs."""
 
     cache_descale: float
@@ -167,7 +167,7 @@ class LayerProfile(TypedDict):
     k_descale: list[float] | None
     v_descale: list[float] | None
     o_descale: list[float] | None
-    mla: NotRequired[LatentProfile]
+    mla: NotRequired[MlaProfile]
     heads: NotRequired[list[HeadProfile]]
 
 
@@ -206,7 +206,7 @@ class LayerInspection(TypedDict):
     sigma_sum: float | None
     bound_exact: float | None
     bound_rounded: float | None
-    mla: NotRequired[LatentProfile]
+    mla: NotRequired[MlaProfile]
     heads: list[HeadInspection]
 
 

@@ -43,7 +43,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cpu_scales::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
-    module.add_class::<mla::LatentEngine>()?;
-    module.add_class::<mla::LatentModel>()?;
+    module.add_class::<mla::MlaEngine>()?;
+    module.add_class::<mla::MlaModel>()?;
     module.add_class::<policy::DevicePolicy>()
 }

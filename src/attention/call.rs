@@ -3,10 +3,10 @@
 use super::sequences::{Sequence, check_sequences};
 use super::shape::AttentionShape;
 use crate::error::{Error, Result};
+use crate::named;
 use crate::plan::Center;
 use std::borrow::Cow;
 use std::ops::Range;
-use std::str::FromStr;
 
 /// Which keys of its sequence a query sees.
 ///
@@ -169,34 +169,21 @@ impl AttentionCall<'_> {
     }
 }
 
-/// What a forward keeps for its backward, beside the output and its log-sum-exp.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Keeps {
-    /// Nothing: no backward follows.
-    #[default]
-    Nothing,
-    /// q, k and v as the products took them. The backward takes delta from the rounded output.
-    Operands,
-    /// The operands, and what the rounding of the output took: delta is that of the output before it.
-    UnroundedDelta,
-    /// The operands, and the largest P of each row, from which the scales of a dQ in FP8 come.
-    Fp8Dq,
+named! {
+    /// What a forward keeps for its backward, beside the output and its log-sum-exp.
+    pub enum Keeps is "kept state" default Nothing {
+        /// Nothing: no backward follows.
+        Nothing = "nothing",
+        /// q, k and v as the products took them. The backward takes delta from the rounded output.
+        Operands = "operands",
+        /// The operands, and what the rounding of the output took: delta is that of the output before it.
+        UnroundedDelta = "unrounded-delta",
+        /// The operands, and the largest P of each row, from which the scales of a dQ in FP8 come.
+        Fp8Dq = "fp8-dq",
+    }
 }
 
 impl Keeps {
-    /// All of them.
-    pub const ALL: [Self; 4] = [Self::Nothing, Self::Operands, Self::UnroundedDelta, Self::Fp8Dq];
-
-    /// Its name in Python and in options.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nothing => "nothing",
-            Self::Operands => "operands",
-            Self::UnroundedDelta => "unrounded-delta",
-            Self::Fp8Dq => "fp8-dq",
-        }
-    }
-
     /// Without [`Keeps::Operands`], of which the attention kernels know nothing: the cast saves them.
     #[cfg(feature = "cuda")]
     pub(crate) const fn of_kernel(self) -> Self {
@@ -204,17 +191,6 @@ impl Keeps {
             Self::Operands => Self::Nothing,
             other => other,
         }
-    }
-}
-
-impl FromStr for Keeps {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|keeps| keeps.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::argument(format_args!("{name:?} is nothing that a forward can keep: expected one of {names}"))
-        })
     }
 }
 

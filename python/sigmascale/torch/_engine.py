@@ -45,15 +45,15 @@ def _latent(found, logits, runtime):
     says FP8, and for shapes that no kernel takes."""
     if runtime.device.type == "cuda" and not logits:
         with contextlib.suppress(UnsupportedError):
-            return _DeviceLatent(found, runtime.device)
-    return _host.LatentEngine(found, logits, runtime.tail.eta, runtime.device)
+            return _DeviceMla(found, runtime.device)
+    return _host.MlaEngine(found, logits, runtime.tail.eta, runtime.device)
 
 
-class _DeviceLatent:
+class _DeviceMla:
     """The native engine of latent attention, with the interface of that of the host."""
 
     def __init__(self, found, device):
-        self._native = _native.LatentEngine(device.index, self._places(found))
+        self._native = _native.MlaEngine(device.index, self._places(found))
         self.results = self._native.results
 
     def fits(self, layers):

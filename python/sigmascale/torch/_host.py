@@ -51,7 +51,7 @@ class ScaleEngine:
             tensor.copy_(_values(row))
 
 
-class LatentEngine:
+class MlaEngine:
     """The same of layers with latent attention, which the crate computes on the host wherever they lie: a launch
     waits for their device, reads them, and cannot be captured in a CUDA graph."""
 
