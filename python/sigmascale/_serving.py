@@ -108,7 +108,7 @@ class ScaleStream:
     anyway.
 
     A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV
-    head; v is None without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of
+    head; v is None without a bound), ``scale`` (one per tensor, rounded up to BF16, as engines take it) and ``names`` of
     it by engine.
     """
 

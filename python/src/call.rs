@@ -16,7 +16,7 @@ use sigmascale::{Error, Result};
 /// A tensor of PyTorch: address, type, shape and strides in elements.
 pub struct Array {
     pub address: u64,
-    /// The type's name where it is none of the kernels'.
+    /// The type's name where the kernels do not take it.
     element: std::result::Result<Element, String>,
     pub shape: Vec<usize>,
     pub strides: Vec<i64>,
@@ -95,7 +95,7 @@ pub struct Sequences {
     max_len_k: usize,
 }
 
-/// What the call computes beside its operands.
+/// What the call computes besides its operands.
 #[derive(FromPyObject)]
 pub struct Terms {
     causal: bool,

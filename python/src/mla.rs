@@ -154,7 +154,7 @@ fn input((model, layer, tensors): &DeviceLayer) -> Result<MlaInput, Error> {
         let (ptr, dtype) = (DevicePtr(*address), dtype(kind)?);
         found.push((name, DeviceTensor { ptr, dtype, shape: shape.clone(), strides: strides.clone() }));
     }
-    // Names stand behind a prefix.
+    // Names have a prefix.
     let find = |wanted: &str| {
         let is =
             |name: &str| name.strip_suffix(wanted).is_some_and(|before| before.is_empty() || before.ends_with('.'));

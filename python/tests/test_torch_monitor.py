@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
+import plain  # noqa: E402
 from recorded import batch, loss_of, model  # noqa: E402
 
 import sigmascale  # noqa: E402
@@ -232,13 +233,7 @@ def test_delta_bias_is_the_share_by_which_outputs_are_off():
     generator = torch.Generator().manual_seed(5)
     q, k, v = ((torch.randn(1, 32, 2, 16, generator=generator) * 50).to(torch.float8_e4m3fn) for _ in range(3))
     descales, terms = [torch.full((1, 2), 0.02)] * 3, _terms.Terms(causal=True, scale=0.25)
-    wide = lambda x: (
-        x[0].double().transpose(0, 1) * 0.02
-        if x.dtype == torch.float64
-        else x[0].float().double().transpose(0, 1) * 0.02
-    )
-    logits = (wide(q) @ wide(k).transpose(1, 2) * 0.25).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
-    exact = (torch.softmax(logits, dim=2) @ wide(v)).transpose(0, 1)[None]
+    exact, _ = plain.attention(*map(plain.held, (q, k, v), descales), scale=0.25)
     # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
     found = _samples.sample(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
     assert torch.allclose(found[2], torch.full((2,), -0.01, dtype=torch.float64), rtol=1e-3)

@@ -78,7 +78,7 @@ pub struct Call<Sequences, Sinks, Centers> {
 /// A call with its lists in host memory.
 pub type AttentionCall<'a> = Call<&'a [Sequence], &'a [f64], &'a Center>;
 
-/// Largest multiplier of logits: times log2(e) and the 1e30 that stands for the maximum of no logit (`kLowest` of
+/// Largest multiplier of logits: times log2(e) and the 1e30 that is the maximum of no logits (`kLowest` of
 /// `kernels/attention/config.cuh`), it stays in f32.
 const LARGEST_SCALE: f64 = 2e8;
 
@@ -170,7 +170,7 @@ impl AttentionCall<'_> {
 }
 
 named! {
-    /// What a forward keeps for its backward, beside the output and its log-sum-exp.
+    /// What a forward keeps for its backward, besides the output and its log-sum-exp.
     pub enum Keeps is "kept state" default Nothing {
         /// Nothing: no backward follows.
         Nothing = "nothing",
@@ -184,7 +184,7 @@ named! {
 }
 
 impl Keeps {
-    /// Without [`Keeps::Operands`], of which the attention kernels know nothing: the cast saves them.
+    /// Without [`Keeps::Operands`]: the cast saves them, so the attention kernels do not know them.
     #[cfg(feature = "cuda")]
     pub(crate) const fn of_kernel(self) -> Self {
         match self {

@@ -222,7 +222,7 @@ impl Operands<'_> {
     }
 }
 
-/// `x * scale - c * scale`, rounded once beside the rounding of the second product.
+/// `x * scale - c * scale`, rounded once besides the rounding of the second product.
 pub(super) fn centered(x: &[f32], center: &[f32], scale: f32) -> Vec<f32> {
     x.iter().zip(center).map(|(x, c)| x.mul_add(scale, -(c * scale))).collect()
 }

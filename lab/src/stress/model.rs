@@ -115,7 +115,7 @@ impl StressModel {
             None => "W_Q and W_K have variance 1 / d_model",
         };
         vec![format!(
-            "synthetic weights: Gaussian heads, {sigma}; one norm gain a layer brings the largest ordinary |logit| to \
+            "synthetic weights: Gaussian heads, {sigma}; one norm gain per layer brings the largest ordinary |logit| to \
              {ORDINARY_LOGIT}, where a gain reaches the logits"
         )]
     }

@@ -455,7 +455,7 @@ def check(q, k, v, sequences=None):
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(
-                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry a sequence, on {q.device} is needed"
+                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry per sequence, on {q.device} is needed"
             )
 
 

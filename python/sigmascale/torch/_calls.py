@@ -38,7 +38,7 @@ def label(layer, device):
 
 
 def layer_of(label):
-    """The number behind a label, :data:`NONE` without one."""
+    """The number of a label, :data:`NONE` without one."""
     return NONE if label is None else label.shape[0] - 2
 
 

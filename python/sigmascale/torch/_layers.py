@@ -698,7 +698,7 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
 
 
 def _embedding_dropout(prefix, names, modules):
-    """The dropout behind the norm of the embeddings, where the first layer reads that norm (BERT, ModernBERT)."""
+    """The dropout after the norm of the embeddings, where the first layer reads that norm (BERT, ModernBERT)."""
     parent, _, _ = (prefix + (names["norm"] or "")).rpartition(".")
     if not parent.endswith("embeddings") or parent not in modules:
         return None

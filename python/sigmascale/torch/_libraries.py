@@ -102,7 +102,7 @@ class TorchQuantised:
 
 
 class Cudnn:
-    """cuDNN's ``sdpa_fp8`` through its Python front end: one descale a tensor, FP8 output by the o descale."""
+    """cuDNN's ``sdpa_fp8`` through its Python front end: one descale per tensor, FP8 output by the o descale."""
 
     name, per_tensor = "cudnn", True
 

@@ -60,7 +60,7 @@ class Monitor:
 
     The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are
     written then. ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
-    which makes a writer beside the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
+    which makes a writer next to the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
     ``path=None`` writes no file.
 
     ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each
@@ -162,7 +162,7 @@ class Monitor:
         loss_scale: Number | None = None,
         skipped: bool = False,
     ) -> None:
-        """Records a step; call it once a step, behind the backward, before or after ``refresh()``.
+        """Records a step; call it once per step, after the backward, before or after ``refresh()``.
 
         All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left
         the weights as they were. Raises :class:`ArgumentError` for other values, :class:`SigmascaleError` after
@@ -310,7 +310,7 @@ def _close(lines, window, watched, sinks):
 
 
 def _value(name, value):
-    """A number, or a tensor of one on a device, of which nothing is read yet."""
+    """A number, or a tensor of one on a device that is not read yet."""
     if not isinstance(value, torch.Tensor):
         return real(name, value)
     if value.numel() != 1:

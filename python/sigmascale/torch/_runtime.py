@@ -252,7 +252,7 @@ class Runtime:
                 self.layers[index].stale = False
 
     def _warn_of_dropout(self):
-        """Says once that a dropout behind a norm is active: what it keeps is larger than anything the norm gives."""
+        """Says once that a dropout after a norm is active: what it keeps is larger than anything the norm gives."""
         if self._warned_of_dropout or (self.policy not in FROM_BOUNDS and self.logits is None):
             return
         for name, dropout in self._dropouts:
@@ -362,7 +362,7 @@ class Runtime:
 
     def start_reduction(self) -> None:
         """Starts the all-reduce of a policy that observes, for which :meth:`refresh` waits; without this call it starts
-        there. Called after the last backward of a step and before ``optimizer.step()``, it runs beside the optimizer.
+        there. Called after the last backward of a step and before ``optimizer.step()``, it runs concurrently with the optimizer.
         Does nothing without a group, under the policies that observe nothing, and while a reduction is under way. What
         calls report between this and :meth:`refresh` is not planned from."""
         if self._group is None or not self._policy.remembers or self._reduction is not None:

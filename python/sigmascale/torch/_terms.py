@@ -1,4 +1,4 @@
-"""What one attention call computes beside its operands, and which keys its queries see."""
+"""What one attention call computes besides its operands, and which keys its queries see."""
 
 import dataclasses
 import operator
@@ -55,12 +55,12 @@ class Sequences:
 # Not frozen, which would take longer to make than the rest of a call.
 @dataclasses.dataclass
 class Terms:
-    """What a call computes beside its operands: the one list of it, whose values do not change once it is made.
+    """What a call computes besides its operands: the one list of it, whose values do not change once it is made.
 
     Schemas and fake implementations of the operators, what autograd saves, and keys of caches are made from these fields, and the
     native half reads them by name (``Terms`` in ``python/src/call.rs``). A new term is a field here and one there.
 
-    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
+    Query i of a sequence has position i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
     all), none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
     head's row sums.
     """

@@ -25,7 +25,7 @@ pub struct ScaleEngine {
     partition: Partition,
     groups: Vec<Group>,
     results: Results,
-    /// For what a plan runs beside its certificates.
+    /// For what a plan runs besides its certificates.
     side: Stream,
     /// Every layer has logit bounds.
     bounded: bool,

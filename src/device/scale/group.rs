@@ -113,7 +113,7 @@ impl Group {
         grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
     }
 
-    /// Operand descales and logit bounds. `side`: for what runs beside the certificates. `clear`: the status has to be cleared
+    /// Operand descales and logit bounds. `side`: for what runs concurrently with the certificates. `clear`: the status has to be cleared
     /// first. `early`: as of [`Group::descales`], for layers without Grams.
     pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool, early: bool) -> Result<()> {
         let Some(Certified { grams, bounds }) = &self.certified else {
@@ -126,7 +126,7 @@ impl Group {
             self.norms.every(stream, [projections, stats], None, false)?;
         }
         grams.part_stats(stream, projections, stats)?;
-        // V and the descales beside the certificates: the one waits for memory, the others for tensor cores.
+        // V and the descales concurrently with the certificates: the one waits for memory, the others for tensor cores.
         side.wait_for(stream)?;
         let values = grams.has_stats && self.norms.values(side, projections, stats)?;
         // Blocks small enough for the room that certificates leave.
