@@ -336,7 +336,7 @@ def _saves(*tensors):
 
 
 def _turns_in_cast(q, k, v, terms, call):
-    """Whether the kernels' cast can turn q and k: nobody else sees them before."""
+    """Whether the kernels' cast can rotate q and k: nothing else reads them before it."""
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
         return False
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"

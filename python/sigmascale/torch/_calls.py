@@ -85,7 +85,7 @@ def unobserve_backwards(observers):
 
 
 def ran(label, name, reason, *call):
-    """Adds a call that ``name`` ran, and tells who looks at the layer's calls of it."""
+    """Counts a call that ``name`` ran, and notifies observers of the layer's calls."""
     layer = layer_of(label)
     _count(layer, name, reason)
     if call and _OBSERVERS:

@@ -28,7 +28,7 @@ def is_dtensor(tensor):
 
 
 def local(tensor):
-    """What of a tensor lies here."""
+    """The local part of a tensor."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""An engine over layers in memory: what it reads, whether that still lies there, and where its results go."""
+"""An engine over layers in memory: what it reads, whether that is still there, and where its results go."""
 
 import contextlib
 import dataclasses

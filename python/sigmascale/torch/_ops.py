@@ -207,7 +207,7 @@ def _differentiable(q, k, v, q_descale, k_descale, v_descale, o_descale, *rest):
 
 
 def plain(*tensors):
-    """Whether nobody looks on: no compiler, exporter, checkpoint policy, transform or subclass."""
+    """Whether nothing observes the call: no compiler, exporter, checkpoint policy, transform or subclass."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -218,7 +218,7 @@ def plain(*tensors):
 
 def run(q, k, v, descales, terms, backend, label=None, words=None, rope=None):
     """The operator ``attention``, with its telemetry taken into ``words``; ``descales`` of q, k, v and o, which may be None.
-    Where nobody looks on it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
+    Where nothing observes the call, it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
     this package's kernels."""
     if not plain(q, k, v):
         *result, reported = attention(q, k, v, *descales, *terms.flat(), backend, label, words is not None)

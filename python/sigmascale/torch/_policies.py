@@ -24,7 +24,7 @@ class Geometry:
     per_call, remembers, has_logits = False, False, False
 
     def bind(self, runtime, found):
-        """Sets up over the tensors where they lie now."""
+        """Sets up over the tensors at their present addresses."""
 
     def targets(self, runtime):
         """Where an engine's results go: targets by the names of results."""

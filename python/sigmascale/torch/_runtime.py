@@ -202,7 +202,7 @@ class Runtime:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _bind(self, layers):
-        """Sets engines up over the tensors where they lie now, and hooks where FSDP makes them whole."""
+        """Sets engines up over the tensors at their present addresses, and hooks where FSDP makes them whole."""
         # Unbound until all is done: what fails here is tried again at the next refresh.
         self._engine = self._sources = None
         _remove(self._hooks)

@@ -179,7 +179,7 @@ def _in_window(ahead, left, right):
 
 
 def _sequence_of(starts, ends, row):
-    """The sequence of each row, and whether it lies in one at all."""
+    """The sequence of each row, and whether it is in one at all."""
     of = torch.bucketize(row, ends, right=True).clamp_max(starts.shape[0] - 1)
     return of, (row >= starts[of]) & (row < ends[of])
 
@@ -192,7 +192,7 @@ def within(x, starts, ends):
 
 
 def seen_rows(q, k, v, terms):
-    """The operands with zeros where no sequence lies."""
+    """The operands with zeros outside of sequences."""
     if terms.sequences is None:
         return q, k, v
     q_starts, q_ends, k_starts, k_ends = terms.sequences.places
