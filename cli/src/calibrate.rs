@@ -48,6 +48,9 @@ pub struct Args {
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
+    /// Count the model's soft-cap, for an attention that applies it (transformers' default, SDPA, does not)
+    #[arg(long)]
+    soft_cap: bool,
     /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
@@ -75,6 +78,7 @@ impl Args {
             granularity: self.granularity.unwrap_or_default(),
             estimator: self.estimator,
             as_paper: self.as_paper,
+            soft_cap: self.soft_cap,
             c: self.c,
             centers: self.centers.policy(),
             ..Options::default()
@@ -175,6 +179,9 @@ fn table(profile: &Profile) -> String {
             out,
             "  for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
         );
+    }
+    if let Some(cap) = method.soft_cap {
+        let _ = writeln!(out, "  for an attention that caps its logits at {cap}");
     }
     if let Some(limit) = method.layer_norm_mean_limit {
         let _ = writeln!(

@@ -21,7 +21,7 @@ pub fn of_stress(result: StressResult) -> String {
 
 /// The page of `sigmascale verify` of a folder.
 pub fn of_audit(folder: &str, audit: Audit) -> String {
-    verify::page(&verify::Report { folder: folder.to_owned(), audit, others: vec![] }, &Made::by_library())
+    verify::page(&verify::Report { folder: folder.to_owned(), audit, observed: None, others: vec![] }, &Made::by_library())
 }
 
 /// The page of `sigmascale diagnose`.

@@ -36,6 +36,7 @@ _OPTIONS = {
     "granularity": ("head", text),
     "estimator": ("gram", text),
     "as_paper": (False, flag),
+    "soft_cap": (False, flag),
     "c": (None, optional(real)),
 }
 
@@ -118,8 +119,7 @@ def _source(model, weights):
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     if not os.path.exists(file):
         raise ArgumentError(f"weights go with a config: {path!r} is no config.json, and no folder that has one")
-    with open(file, encoding="utf-8") as config:
-        return config.read(), held, path
+    return _native.config_text(file), held, path
 
 
 def calibrate(model: Model, *, weights: Weights = None, **options: Unpack[Calibration]) -> Profile:
@@ -135,6 +135,8 @@ def calibrate(model: Model, *, weights: Weights = None, **options: Unpack[Calibr
     - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
     - ``granularity``: a scale per ``head``, or one per ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
     - ``as_paper``: compute everything as the paper does; ``c`` then replaces c_star.
+    - ``soft_cap``: count the model's soft-cap of the logits, for an attention that applies it. transformers' default (SDPA) does not,
+      so without this the logit bounds hold either way.
 
     Operand descales always cover the worst-case bound, whatever ``bound`` says, in units of the tensor that is
     cast; see :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and

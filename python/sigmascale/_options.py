@@ -39,6 +39,7 @@ class Calibration(TypedDict, total=False):
     granularity: Literal["head", "layer"]
     estimator: Literal["gram", "power"]
     as_paper: bool
+    soft_cap: bool
     c: float | None
 
 

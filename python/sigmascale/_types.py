@@ -112,6 +112,7 @@ class Method(TypedDict):
     rotation: bool
     granularity: Granularity
     as_paper: bool
+    soft_cap: NotRequired[float]
     c: float | None
     layer_norm_mean_limit: NotRequired[float]
 

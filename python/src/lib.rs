@@ -21,6 +21,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(offline::command, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::config_text, module)?)?;
     module.add_function(wrap_pyfunction!(offline::calibrate, module)?)?;
     module.add_function(wrap_pyfunction!(offline::inspect, module)?)?;
     module.add_function(wrap_pyfunction!(offline::stress, module)?)?;

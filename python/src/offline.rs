@@ -9,7 +9,7 @@ use serde_json::json;
 use sigmascale::bound::Tail;
 use sigmascale::calibrate::{Calibration, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cuda;
-use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
+use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names, read_config};
 use sigmascale::policy::PolicyConfig;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
@@ -62,6 +62,8 @@ pub struct CalibrateOptions {
     #[pyo3(item)]
     as_paper: bool,
     #[pyo3(item)]
+    soft_cap: bool,
+    #[pyo3(item)]
     c: Option<f64>,
 }
 
@@ -74,6 +76,7 @@ impl CalibrateOptions {
             granularity: self.granularity.parse()?,
             estimator: self.estimator.parse()?,
             as_paper: self.as_paper,
+            soft_cap: self.soft_cap,
             c: self.c,
             ..Options::default()
         };
@@ -100,6 +103,15 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
             Ok(calibration.finish())
         }
     }
+}
+
+/// The text of a config file.
+#[pyfunction]
+pub fn config_text(py: Python<'_>, file: PathBuf) -> PyResult<String> {
+    let read = || {
+        String::from_utf8(read_config(&file)?).map_err(|error| Error::format(&file, format_args!("not UTF-8: {error}")))
+    };
+    read().map_err(|error| raise(py, &error))
 }
 
 #[pyfunction]

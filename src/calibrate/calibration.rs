@@ -60,7 +60,10 @@ impl<'s> Calibration<'s> {
         let profile = if weights.mla.is_some() {
             self.mla_layer(weights)?
         } else {
-            let geometry = LayerGeometry::new(self.spec, weights)?;
+            let mut geometry = LayerGeometry::new(self.spec, weights)?;
+            if !self.options.soft_cap {
+                geometry.soft_cap = None;
+            }
             if self.options.as_paper { self.paper_layer(&geometry)? } else { self.sound_layer(&geometry)? }
         };
         self.layers.push(profile);
@@ -177,6 +180,7 @@ impl<'s> Calibration<'s> {
                     || (options.estimator == Estimator::Gram && !options.as_paper),
                 granularity: if options.as_paper { Granularity::Layer } else { options.granularity },
                 as_paper: options.as_paper,
+                soft_cap: self.spec.soft_cap.filter(|_| options.soft_cap),
                 c: options.as_paper.then(|| options.c.unwrap_or(self.c_star.c_star)),
                 layer_norm_mean_limit: (self.spec.norm.kind == NormKind::LayerNorm && !options.as_paper)
                     .then_some(LAYER_NORM_MEAN_LIMIT),

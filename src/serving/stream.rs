@@ -1,5 +1,6 @@
 //! Scales of weights that arrive tensor by tensor, and what becomes of a cache when the weights change.
 
+use super::census::is_adapter;
 use super::scales::LayerScales;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerStream};
@@ -7,6 +8,9 @@ use crate::scale::Descale;
 use safetensors::Dtype;
 use std::collections::BTreeSet;
 use std::path::Path;
+
+/// Names in a message.
+const NAMED: usize = 3;
 
 /// Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete, the same bits as a
 /// calibration of the whole.
@@ -31,6 +35,8 @@ pub struct ScaleStream {
     stream: LayerStream,
     /// Layers that are complete on a device and whose descales were not given yet.
     due: BTreeSet<usize>,
+    /// The first names of this pass that look like a tensor that layers wait for, and are none.
+    strange: Vec<String>,
 }
 
 impl ScaleStream {
@@ -39,7 +45,7 @@ impl ScaleStream {
     /// # Errors
     /// As [`LayerStream::new`].
     pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
-        Ok(Self { stream: LayerStream::new(config, file, names)?, due: BTreeSet::new() })
+        Ok(Self { stream: LayerStream::new(config, file, names)?, due: BTreeSet::new(), strange: vec![] })
     }
 
     /// The stream of one tensor-parallel rank: see [`LayerStream::of_rank`].
@@ -55,9 +61,30 @@ impl ScaleStream {
         self.stream.spec()
     }
 
-    /// Whether attention reads a tensor of this name: others need not be pushed.
-    pub fn wants(&self, name: &str) -> bool {
-        self.stream.wants(name)
+    /// Whether a tensor of this name has to be pushed, since attention reads it, or since it is refused. The names of others are
+    /// remembered for the message of a pass that ends without its tensors.
+    pub fn wants(&mut self, name: &str) -> bool {
+        let wanted = self.stream.wants(name) || self.changes_attention(name);
+        if !wanted && self.strange.len() < NAMED && self.stream.resembles(name) {
+            self.strange.push(name.to_owned());
+        }
+        wanted
+    }
+
+    /// Whether a tensor is of an adapter that changes attention where it is applied.
+    fn changes_attention(&self, name: &str) -> bool {
+        let inputs = ["prompt_encoder", "prompt_embeddings"];
+        is_adapter(name) && (inputs.iter().any(|part| name.contains(part)) || self.stream.resembles(name))
+    }
+
+    fn check_name(&self, name: &str) -> Result<()> {
+        if !self.changes_attention(name) {
+            return Ok(());
+        }
+        Err(Error::unsupported(format_args!(
+            "tensor `{name}` is of an adapter, which changes attention where it is applied: merge it, and pass the merged \
+             weights under the names of the model"
+        )))
     }
 
     /// Where the tensors of an attention layer are, for a caller that gathers them from a loaded model: see [`LayerStream`].
@@ -68,9 +95,13 @@ impl ScaleStream {
     /// Takes a tensor and gives the scales of the layers that it completes. Tensors that attention does not read are ignored.
     ///
     /// # Errors
-    /// As [`LayerStream::push`] and [`LayerScales::new`].
+    /// `is_unsupported` for a tensor of an adapter that changes attention; as [`LayerStream::push`] and [`LayerScales::new`].
     pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<LayerScales>> {
+        self.check_name(name)?;
         let mut done = Vec::new();
+        if !self.wants(name) {
+            return Ok(done);
+        }
         for layer in self.stream.push(name, dtype, shape, bytes)? {
             done.push(LayerScales::new(self.stream.spec(), self.stream.layer(layer)?)?);
             self.stream.release(layer);
@@ -83,8 +114,12 @@ impl ScaleStream {
     /// ends.
     ///
     /// # Errors
-    /// As [`LayerStream::note`].
+    /// As [`ScaleStream::push`].
     pub fn note(&mut self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<Vec<usize>> {
+        self.check_name(name)?;
+        if !self.wants(name) {
+            return Ok(vec![]);
+        }
         let done = self.stream.note(name, dtype, shape)?;
         done.iter().for_each(|layer| self.stream.release(*layer));
         self.due.extend(&done);
@@ -121,15 +156,16 @@ impl ScaleStream {
     pub fn finish(&mut self, part: bool) -> Result<()> {
         let missing = self.stream.missing(part);
         if !missing.is_empty() {
-            let first: Vec<&str> = missing.iter().take(3).map(String::as_str).collect();
+            let first: Vec<&str> = missing.iter().take(NAMED).map(String::as_str).collect();
             return Err(Error::mismatch(format_args!(
-                "{} tensors are missing, among them {}",
+                "{} tensors are missing, among them {}{}",
                 missing.len(),
-                first.join(", ")
+                first.join(", "),
+                self.instead()
             )));
         }
         if !self.stream.started() {
-            return Err(Error::mismatch("no tensor of an attention layer was passed"));
+            return Err(Error::mismatch(format_args!("no tensor of an attention layer was passed{}", self.instead())));
         }
         if let Some(layer) = self.due.first() {
             return Err(Error::argument(format_args!(
@@ -140,8 +176,17 @@ impl ScaleStream {
         Ok(())
     }
 
+    /// What came in place of what is missing.
+    fn instead(&self) -> String {
+        match self.strange.as_slice() {
+            [] => String::new(),
+            names => format!("; {} came, which this model does not read: pass the names of its checkpoint", names.join(", ")),
+        }
+    }
+
     /// Drops what a pass has taken so far, and begins the next.
     pub fn restart(&mut self) {
+        self.strange.clear();
         self.due.clear();
         self.stream.reset();
     }

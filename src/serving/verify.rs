@@ -362,7 +362,9 @@ impl<'a> Case<'a> {
         let Some(row) = needed.row(operand) else {
             return unbounded("there is no norm before its projection, so it has no bound");
         };
-        let largest = ScalePlan::per_tensor(row).get();
+        let reach = self.serving.kv.reach(operand);
+        let held = |scale: f32| if reach == 1.0 { scale } else { (scale / reach).next_up() };
+        let largest = held(ScalePlan::per_tensor(row).get());
         let at_one = |verdict, why: String, stored| vec![AuditEntry::new(1.0, Some(largest), verdict, stored, why)];
         let covered = match largest <= 1.0 {
             true => "1.0 covers the bound".to_owned(),
@@ -421,7 +423,7 @@ impl<'a> Case<'a> {
                 None => at_one(ScaleVerdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
             };
         }
-        let needed_row: Vec<f32> = row.iter().map(|scale| scale.get()).collect();
+        let needed_row: Vec<f32> = row.iter().map(|scale| held(scale.get())).collect();
         // Of several tensors for one parameter the last that is read counts, which depends on the order: the worst is said.
         let judged = own.iter().map(|(_, stored)| self.judge(operand, stored, needed, &needed_row, largest));
         let worst = judged.max_by(|a, b| severity(a).total_cmp(&severity(b)));
