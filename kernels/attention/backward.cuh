@@ -55,6 +55,10 @@
 #ifndef SINK
 #define SINK 0
 #endif
+// 1: a constant of each KV head was subtracted from values and added to the output.
+#ifndef CENTER
+#define CENTER 0
+#endif
 
 // Written by the host byte for byte; strides count elements: batch, row, head.
 struct Backward {
@@ -86,6 +90,7 @@ struct Backward {
   const float* sinks;            // [heads_q], nats
   float* d_sinks;                // [heads_q]
   float* sink_parts;             // [batch, heads_q, q_tiles]
+  const float* v_center;         // [heads_kv, d_v]; delta is of the output without it
   float soft_cap;
   int window_left, window_right; // keys that a query sees before and after its position; causal: 0 after; kNoWindow: all
   int d_v;                       // columns of a head of v and the output
@@ -98,7 +103,7 @@ struct Backward {
   i64 residual_strides[3];
 #endif
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4 + (DQ8 || RESIDUAL ? 4 * 8 : 0),
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 4 * 8 + 4 * 4 + (DQ8 || RESIDUAL ? 4 * 8 : 0),
               "the host writes this layout");
 
 namespace {

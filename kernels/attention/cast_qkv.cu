@@ -30,6 +30,7 @@ struct CastTensor {
   u8* out;                              // Q, K: [batch, length, heads, dim]; V: a layout above
   const float* descale;                 // [batch, kv head] by the strides below
   CastWords* stats;                     // [heads], or null
+  const float* center;                  // [heads, dim], 16-byte aligned: subtracted behind the rotation; or null
   i64 stride_batch, stride_row, stride_head;  // of `in`, elements; multiples of 8
   i64 descale_batch, descale_head;
   int length, heads;
@@ -46,7 +47,7 @@ struct CastParams {
   int v_f16;                            // 1: V leaves in F16
   int table_rows;                       // positions of the tables
 };
-static_assert(sizeof(CastTensor) == 4 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
+static_assert(sizeof(CastTensor) == 5 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
 static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 5 * 8 + 4 * 4, "the host writes this layout");
 
 namespace {
@@ -159,6 +160,9 @@ cast_qkv(const __grid_constant__ CastParams p, const __grid_constant__ CastRows 
     for (int i = 0; i < 8; i++) x[i] = value(raw[h], i);
 
     if (rotates && live) rotate(x, angles);
+#if CENTER
+    if (t.center != nullptr && live) subtract(x, t.center + head * (is_v ? kValueDim : kDim), low, high);
+#endif
 
     // Scale, round
     const float to_units = 1.0f / t.descale[batch * t.descale_batch + head / per_kv * t.descale_head];

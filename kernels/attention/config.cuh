@@ -61,6 +61,10 @@
 #ifndef SINK
 #define SINK 0
 #endif
+// 1: a constant of each KV head was subtracted from values, and is added to the output.
+#ifndef CENTER
+#define CENTER 0
+#endif
 // Keys and values lie in pages (paged.cu); with V_ROWS values are rows, as keys are.
 #ifndef PAGED
 #define PAGED 0

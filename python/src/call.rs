@@ -7,7 +7,7 @@ use pyo3::sync::PyOnceLock;
 use sigmascale::attention::{AttentionCall, AttentionShape, Keeps, Mask, PvAccumulator, Sequence};
 use sigmascale::cuda::DevicePtr;
 use sigmascale::device::attention::{
-    BackwardOptions, BackwardTensors, Delta, Descales, DeviceCall, Element, Keys, NewTokens, RowBounds, SavedOperands,
+    BackwardOptions, BackwardTensors, Centers, Delta, Descales, DeviceCall, Element, Keys, NewTokens, RowBounds, SavedOperands,
     SavedRows, Tensors, ValuePages, View,
 };
 use sigmascale::device::attention::{Pages as CachePages, Rope as Tables, Sequences as Places};
@@ -104,6 +104,8 @@ pub struct Terms {
     window_right: Option<usize>,
     pub soft_cap: Option<f64>,
     pub sinks: Option<Array>,
+    k_center: Option<Array>,
+    v_center: Option<Array>,
     accumulator: String,
     keeps: String,
     pub sequences: Option<Sequences>,
@@ -112,6 +114,12 @@ pub struct Terms {
 impl Terms {
     pub fn mask(&self) -> Mask {
         Mask { causal: self.causal, window_left: self.window_left, window_right: self.window_right }
+    }
+
+    /// On a device: of the host's calls the package subtracts centers itself.
+    fn center(&self) -> Result<Option<Centers>> {
+        let (k, v) = (optional("center of k", &self.k_center)?, optional("center of v", &self.v_center)?);
+        Ok(k.or(v).map(|_| Centers { k, v }))
     }
 
     pub fn accumulator(&self) -> Result<PvAccumulator> {
@@ -226,7 +234,7 @@ impl Call {
             soft_cap: terms.soft_cap,
             sinks: optional("sinks", &terms.sinks)?,
             sequences: terms.sequences.as_ref().map(places).transpose()?,
-            center: None,
+            center: terms.center()?,
         })
     }
 

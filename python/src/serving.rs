@@ -7,7 +7,8 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
-use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
+use sigmascale::plan::CenterPolicy;
+use sigmascale::serving::{self, CenterCertificate, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
 use std::collections::BTreeMap;
@@ -72,6 +73,26 @@ pub fn verify(
         let serving = Serving { kv: kv.parse()?, ..options(context, &skip)? };
         let audits = serving::verify(&*checkpoint(&folder)?, &engines, &serving, &mut || stop.check())?;
         audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
+    })
+}
+
+/// The centers that the weights of a checkpoint give, as in the certificate of an export; `null` where nothing is subtracted.
+#[pyfunction]
+pub fn centers(
+    py: Python<'_>,
+    model: String,
+    keys: String,
+    values: String,
+    positions: Option<usize>,
+) -> PyResult<String> {
+    detached(py, move |stop| {
+        let policy = CenterPolicy {
+            k: keys.parse()?,
+            v: values.parse()?,
+            positions: positions.unwrap_or(CenterPolicy::CACHE.positions),
+            ..CenterPolicy::CACHE
+        };
+        text(&CenterCertificate::of_checkpoint(&*checkpoint(&model)?, &policy, &mut || stop.check())?)
     })
 }
 

@@ -96,11 +96,16 @@ impl<Sequences, Sinks, Centers> Call<Sequences, Sinks, Centers> {
         }
     }
 
-    /// The same call with other lists, and without a center.
+    /// The same call with other lists.
     #[cfg(feature = "cuda")]
-    pub(crate) fn with_lists<A, B, C>(&self, sequences: Option<A>, sinks: Option<B>) -> Call<A, B, C> {
+    pub(crate) fn with_lists<A, B, C>(
+        &self,
+        sequences: Option<A>,
+        sinks: Option<B>,
+        center: Option<C>,
+    ) -> Call<A, B, C> {
         let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
-        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks, center: None }
+        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks, center }
     }
 
     /// Checks the numbers that multiply logits.

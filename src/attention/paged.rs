@@ -6,7 +6,7 @@
 //! pages that no one writes to.
 //!
 //! [`PagedKv::append`] is what a cache's write kernel does: `e4m3(rope(k) * quant_scale)` and `e4m3(v * quant_scale)`, each
-//! into its token's row, with a center subtracted in the same multiply-add. All rows of a cache need one center.
+//! into its token's row, behind the subtraction of a center. All rows of a cache need one center.
 //! [`PagedKv::gather`] gives dense keys and values for [`reference()`](super::reference()) and the other calls of this module. Neither looks at rows of a page that no sequence uses.
 
 use super::operands::centered;
@@ -197,14 +197,9 @@ impl PagedKv {
                     for (head, x) in token.chunks_exact(d).enumerate() {
                         let codes = &mut to[(row * n_kv_heads + head) * d..][..d];
                         let multiplier = descales[head].quant_scale().get();
-                        counts[head] += match center(head) {
-                            None => Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?,
-                            Some(center) => {
-                                let scaled = centered(x, center, multiplier);
-                                let counts = Format::E4m3.encode_slice(&scaled, 1.0, on_overflow, codes)?;
-                                Counts { amax: counts.amax * descales[head].get(), ..counts }
-                            }
-                        };
+                        let own = center(head).map(|center| centered(x, center));
+                        let x = own.as_deref().unwrap_or(x);
+                        counts[head] += Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?;
                     }
                 }
                 Ok(counts.into_iter().map(CastStats::from).collect())

@@ -17,13 +17,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope
+from . import _backends, _calls, _centers, _fallback, _masks, _measured, _ops, _rope
 from ._e4m3 import E4M3, dequantised
 from ._plan import LayerPlan
 from ._terms import FP8_DQ, NOTHING, OPERANDS, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
-    from ._typing import Backend, Fallback, Gradients, Plan, Rotation
+    from ._typing import Backend, Centers, Fallback, Gradients, Plan, Rotation
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -48,6 +48,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -69,6 +70,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -89,6 +91,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -110,6 +113,12 @@ def attention(
     ``rope``: ``(cosines, sines)`` or a :class:`Rope` by which q and k are rotated first. On a GPU this package's kernels
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
     where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
+
+    ``centers``: ``(c, m)``, f32 ``(n_kv_heads, d)`` or None for each: what is subtracted from k, after its rotation, and from v
+    before their cast. The result is the same for any values (c is invisible to softmax, m is added to the output) but for
+    rounding errors, which are those of ``k - c`` and ``v - m``. By default the plan's. The descales are those of what is cast:
+    those of a plan with centers cover it. All parts of a sequence that share a cache need one c. Not with sinks, and c not with a
+    soft-cap.
 
     ``gradients``: how the backward computes dQ, of the two below or as usual. ``"fp8-dq"``: by a product in FP8, for heads
     of at most 128 on a GPU. A step is about 3 % faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's
@@ -137,6 +146,7 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
         rope=rope,
+        centers=centers,
         how=How(backend, accumulator, fallback, gradients),
     )
     out = out.to(torch.bfloat16)
@@ -204,6 +214,7 @@ def attend(
     dropout=0.0,
     return_lse=False,
     rope=None,
+    centers=None,
     how=How(),
 ):
     """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's
@@ -229,6 +240,7 @@ def attend(
     # Operands that are E4M3 already have no dQ.
     keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
+    k_center, v_center = centers_of(centers, q, k, v, plan, softcap, sinks)
     terms = Terms(
         causal=causal,
         scale=call.scale,
@@ -236,6 +248,8 @@ def attend(
         window_right=right,
         soft_cap=_softcap(softcap),
         sinks=sinks,
+        k_center=k_center,
+        v_center=v_center,
         accumulator=accumulator,
         keeps=keeps,
         sequences=sequences,
@@ -251,7 +265,7 @@ def attend(
         reason = _refusal(q, v, calls[0], call)
     if rope is not None:
         rope = _rope.checked(rope, q, k)
-        if reason is not None or not _turns_in_cast(q, k, v, terms, call):
+        if reason is not None or not _turns_in_cast(q, k, v, terms, call, return_lse):
             (q, k), rope = _rope.turned(rope, q, k), None
     refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
     if refused and unrounded:
@@ -265,7 +279,7 @@ def attend(
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
-        parts = [_call(q, k, v, each, call, rope) for each in calls]
+        parts = [_call(q, k, v, each, call, rope, return_lse) for each in calls]
         if len(parts) == 1:
             return parts[0]
         # Calls of one mask share no rows, and those of the others are zero.
@@ -278,6 +292,7 @@ def attend(
     _calls.count_plain(call.label, reason, say=refused)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
+        k, v = _centers.restored(k, v, terms)
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
 
 
@@ -324,7 +339,7 @@ def _sinks(sinks, q):
 def _refusal(q, v, terms, call):
     """Why no FP8 kernel takes the call, or None."""
     if call.backend in _backends.LIBRARIES and not (terms.dense and q.shape[3] == v.shape[3]):
-        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks and padding"
+        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks, centers and padding"
     if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
         return f"no FP8 kernel takes d_head {q.shape[3]} here"
     return None
@@ -335,14 +350,24 @@ def _saves(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _turns_in_cast(q, k, v, terms, call):
+def _turns_in_cast(q, k, v, terms, call, return_lse):
     """Whether the kernels' cast can rotate q and k: nothing else reads them before it."""
+    if return_lse and terms.k_center is not None:
+        return False
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
         return False
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
 
-def _call(q, k, v, terms, call, rope=None):
+def centers_of(centers, q, k, v, plan, softcap, sinks):
+    """c and m of a call: those that are given, else those of the plan where they are exact, which its descales cover either way."""
+    if centers is not None or not isinstance(plan, LayerPlan):
+        return _centers.checked(centers, q, k, v, softcap, sinks)
+    c, m = plan.centers
+    return None if softcap or sinks is not None else c, None if sinks is not None else m
+
+
+def _call(q, k, v, terms, call, rope=None, return_lse=False):
     """One call of the operator. ``rope``: the cast turns q and k."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
     if len(descales) == 3:
@@ -350,7 +375,7 @@ def _call(q, k, v, terms, call, rope=None):
     if rope is not None and terms.keeps != NOTHING:
         q, k = _rope.turned_back(rope, q, k)
     out, lse, *_ = _ops.run(q, k, v, descales, terms, call.backend, call.label, call.words, rope)
-    return out, lse
+    return out, _centers.model_lse(lse, q, descales[0], terms) if return_lse else lse
 
 
 def resolve(q, k, v, plan, softmax_scale, how, keys):

@@ -12,6 +12,8 @@ import warnings
 
 import torch
 
+from . import _centers
+
 # No layer: descales that were given, and exported programs.
 NONE = -1
 _NUMBERS = itertools.count()
@@ -103,6 +105,8 @@ def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
     if observer is not None:
         out = out if residual is None else out.float() + residual.float()
+        # Of one kind with the operands.
+        out = _centers.joined(out, lse, terms, -1)
         observer(grad, operands, descales, out, terms)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ._centers import centered, joined
 from ._e4m3 import E4M3, P_SCALE, cast_all
 from ._terms import seen_rows, within
 
@@ -12,7 +13,7 @@ class Emulated:
     name, per_tensor = "emulated", False
 
     def forward(self, q, k, v, descales, terms, words=None, residual=None):
-        q, k, v = seen_rows(q, k, v, terms)
+        q, k, v = seen_rows(*centered(q, k, v, terms), terms)
         operands = cast_all(q, k, v, descales, words)
         q8, k8, v8 = _heads(*operands)
         factor, v_descale = _factors(descales, q8.shape[1], terms)
@@ -28,7 +29,7 @@ class Emulated:
         weights = (weights * P_SCALE).to(torch.float16 if terms.accumulator == "f16" else E4M3).float()
         # Divided by the row sum with the sink in it.
         out = (weights @ v8) * (v_descale / P_SCALE) * torch.exp(top - lse)
-        wide = torch.where(total > 0, out, 0.0).transpose(1, 2)
+        wide = joined(torch.where(total > 0, out, 0.0).transpose(1, 2), lse.squeeze(3), terms)
         out = wide.to(torch.bfloat16)
         if residual is not None:
             residual.copy_(wide - out.float())

@@ -71,6 +71,10 @@ class Terms:
     window_right: int | None = _term("int?", default=None)
     soft_cap: float | None = _term("float?", default=None)
     sinks: torch.Tensor | None = _term("Tensor?", default=None)
+    # What is subtracted from keys, after their rotation, and values before their cast, f32 (n_kv_heads, d). That of values comes back
+    # with the output; operators return the log-sum-exp of centered keys.
+    k_center: torch.Tensor | None = _term("Tensor?", default=None)
+    v_center: torch.Tensor | None = _term("Tensor?", default=None)
     # How P V is summed: "f16", or "fp8-N", promoted to f32 every N keys.
     accumulator: str = _term("str", default="fp8-256")
     # What the forward keeps for a backward.

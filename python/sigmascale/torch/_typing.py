@@ -28,6 +28,8 @@ Plan = LayerPlan | Sequence[torch.Tensor]
 Kernels = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]
 # Cosines and sines of a rotation.
 Rotation = Rope | tuple[torch.Tensor, torch.Tensor]
+# What is subtracted from keys and values of each KV head.
+Centers = tuple[torch.Tensor | None, torch.Tensor | None]
 # What a training loop measures.
 Number = float | torch.Tensor
 Event = Mapping[str, Any]

@@ -62,7 +62,7 @@ pub use engine::Cuda;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
 pub use pages::{NewTokens, Pages, ValuePages};
 pub use sizes::HeadDims;
-pub use terms::{DeviceCall, Sequences};
+pub use terms::{Centers, DeviceCall, Sequences};
 pub use tile::{Schedule, Split, Tile};
 // Hidden, with the other list of variants: tests compile every one.
 #[doc(hidden)]
