@@ -22,5 +22,6 @@ pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaOperands, MlaSpectrum};
 pub use power::{PowerEngine, PowerState, PowerVectors, certified_inflation, summed_norm};
 pub use scan::{Scan, scan_positions};
 pub use spectrum::{
-    Constants, Estimator, ExactSpectrum, HeadSpectrum, LayerSpectrum, PowerEstimate, SpectralEngine, layer_channels,
+    Constants, Estimator, ExactSpectrum, HeadSpectrum, Iterations, LayerSpectrum, PowerEstimate, SpectralEngine,
+    layer_channels,
 };
