@@ -321,6 +321,11 @@ impl Runtime {
         self.layers.get(layer)?.bounds.as_ref()
     }
 
+    /// Whether bounds come from estimated norms, so that every step has to be given weights.
+    pub fn estimated(&self) -> bool {
+        self.power.is_some()
+    }
+
     /// How far the power iteration of each query head of a layer has come; under [`Estimator::PowerSummed`] that of the sum for each.
     /// Empty with Grams, with normalized q and k, and before the weights are known.
     pub fn estimates(&self, layer: usize) -> &[PowerEstimate] {

@@ -185,7 +185,7 @@ fn table(profile: &Profile) -> String {
     if profile.model.fp8_inputs {
         out.push_str("  FP8 weights: the rounding of E4M3 inputs to the projections is included\n");
     }
-    if method.estimator == Estimator::Power {
+    if method.estimator != Estimator::Gram {
         out.push_str("  sigma is estimated from below by power iteration; --estimator gram is exact\n");
         if !method.rotation {
             out.push_str(

@@ -360,6 +360,92 @@ impl SpectralEngine for PowerEngine<'_> {
     }
 }
 
+/// `count` iterations of every head from the side of the heads, as the device has them (`kernels/scale/power.cu`): of M's right
+/// vector v only `y = W_K^T v` is kept, up to its length, `[query head][d_head]`. Gives the estimates of the last.
+///
+/// # Errors
+/// `is_mismatch` if the vectors are of another size, `is_non_finite` if a weight is not finite.
+pub fn iterate_heads(geometry: &LayerGeometry<'_>, vectors: &mut [f32], count: usize) -> Result<Vec<f64>> {
+    let r = geometry.d_head;
+    check_vectors(vectors, geometry.q.len() * r, geometry)?;
+    let [q, k, _] = layer_channels(geometry)?;
+    let (q, k) = (effective_operators(&geometry.q, &q), effective_operators(&geometry.k, &k));
+    let gram = |(operator, mean): &(HeadOperator<'_>, Vec<f64>), y: &[f64]| {
+        let (mut inputs, mut out) = (vec![0.0; geometry.d_model], vec![0.0; r]);
+        operator.apply_adjoint(y, mean, &mut inputs);
+        operator.apply(&inputs, mean, &mut out);
+        out
+    };
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let heads = vectors.par_chunks_exact_mut(r).enumerate().map(|(head, vector)| {
+        let mut y: Vec<f64> = vector.iter().map(|&x| f64::from(x)).collect();
+        let mut sigma = 0.0;
+        for _ in 0..count {
+            let z = gram(&q[head], &y);
+            let mut next = gram(&k[geometry.kv_head(head)], &z);
+            let (along, square) = (dot(&y, &z), dot(&z, &next));
+            sigma = if along > 0.0 && square > 0.0 { (square / along).sqrt() } else { 0.0 };
+            // A vector that is mapped to zero stays as it is.
+            if normalise(&mut next) > 0.0 {
+                y = next;
+            }
+        }
+        vector.iter_mut().zip(y).for_each(|(to, y)| *to = y as f32);
+        sigma
+    });
+    Ok(heads.collect())
+}
+
+/// The same of the sum over the heads, raw weights: `[KV head][d_head]`, one estimate.
+///
+/// # Errors
+/// As [`iterate_heads`].
+pub fn iterate_sum(geometry: &LayerGeometry<'_>, vectors: &mut [f32], count: usize) -> Result<f64> {
+    let r = geometry.d_head;
+    check_vectors(vectors, geometry.k.len() * r, geometry)?;
+    layer_channels(geometry)?;
+    let mut keys: Vec<Vec<f64>> =
+        vectors.chunks_exact(r).map(|y| y.iter().map(|&x| f64::from(x)).collect()).collect();
+    let mut sigma = 0.0;
+    for _ in 0..count {
+        let mut u = summed_outputs(geometry, &keys);
+        normalise(&mut u);
+        let mut v = summed_adjoint(geometry, &u);
+        sigma = normalise(&mut v);
+        if sigma > 0.0 {
+            keys = all_apply(&geometry.k, &v);
+        }
+    }
+    vectors.iter_mut().zip(keys.into_iter().flatten()).for_each(|(to, y)| *to = y as f32);
+    Ok(sigma)
+}
+
+fn check_vectors(vectors: &[f32], want: usize, geometry: &LayerGeometry<'_>) -> Result<()> {
+    if vectors.len() == want && vectors.iter().all(|x| x.is_finite()) {
+        return Ok(());
+    }
+    Err(Error::mismatch(format_args!(
+        "{}: {} values of power iteration vectors do not fit, {want} finite ones are needed",
+        geometry.place,
+        vectors.len()
+    )))
+}
+
+/// Spectral facts of a layer from estimates, one for each query head.
+///
+/// # Errors
+/// `is_non_finite` if a weight is not finite.
+pub fn from_estimates(geometry: &LayerGeometry<'_>, sigma: &[f64]) -> Result<LayerSpectrum> {
+    let [q, k, v] = layer_channels(geometry)?;
+    let head = |(head, &sigma): (usize, &f64)| {
+        let kv_head = geometry.kv_head(head);
+        let constants = constants(geometry, head, &q[head], &k[kv_head]);
+        HeadSpectrum { head, kv_head, sigma, sigma_raw: sigma, exact: None, power: None, constants }
+    };
+    let heads = Some(sigma.iter().enumerate().map(head).collect());
+    Ok(LayerSpectrum { layer: geometry.layer, heads, sigma_sum: None, q, k, v })
+}
+
 /// Effective operators, each with its channels' means.
 fn effective_operators<'a>(heads: &[HeadOperator<'a>], channels: &[Channels]) -> Vec<(HeadOperator<'a>, Vec<f64>)> {
     heads.iter().zip(channels).map(|(head, channels)| (head.without_constant(), channels.mean.clone())).collect()
@@ -407,7 +493,11 @@ fn constants(geometry: &LayerGeometry<'_>, head: usize, q: &Channels, k: &Channe
 
 /// `sum_h W_Q^h W_K^{kv(h)T} v` on raw weights: the r-vectors of the keys are replicated over their group.
 fn summed_forward(geometry: &LayerGeometry<'_>, v: &[f64]) -> Vec<f64> {
-    let keys = all_apply(&geometry.k, v);
+    summed_outputs(geometry, &all_apply(&geometry.k, v))
+}
+
+/// `sum_h W_Q^h y_kv(h)`.
+fn summed_outputs(geometry: &LayerGeometry<'_>, keys: &[Vec<f64>]) -> Vec<f64> {
     let outs: Vec<Vec<f64>> = geometry
         .q
         .par_iter()

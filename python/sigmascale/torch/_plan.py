@@ -43,6 +43,8 @@ class LayerPlan:
     stale: bool
     # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
     unrounded_delta: bool = False
+    # "e4m3": calls cast their logits (`attention`).
+    logits: str | None = None
     key: int
     label: torch.Tensor
     logit_descale: torch.Tensor | None
