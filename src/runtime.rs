@@ -698,5 +698,10 @@ fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
     }
 }
 
+/// The Rust of the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/run-the-paper.md")]
+struct RunThePaper;
+
 #[cfg(test)]
 mod tests;

@@ -142,7 +142,8 @@ fn table(profile: &Profile) -> String {
     }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
+    let assumes = "WARNING: assumes isotropic tokens, so real text may exceed this bound, but never the worst-case bound. In docs/bounds.md \
+                   it exceeded the theorem's bound without rotation, and neither the rank-aware bound nor the paper's form.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
         let _ = writeln!(
