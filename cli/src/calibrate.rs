@@ -146,7 +146,8 @@ fn table(profile: &Profile) -> String {
     }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
+    let assumes = "WARNING: assumes isotropic tokens, so real text may exceed this bound, but never the worst-case bound. In docs/bounds.md \
+                   it exceeded the theorem's bound without rotation, and neither the rank-aware bound nor the paper's form.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
         let _ = writeln!(
@@ -192,7 +193,7 @@ fn table(profile: &Profile) -> String {
     if profile.model.fp8_inputs {
         out.push_str("  FP8 weights: the rounding of E4M3 inputs to the projections is included\n");
     }
-    if method.estimator == Estimator::Power {
+    if method.estimator != Estimator::Gram {
         out.push_str("  sigma is estimated from below by power iteration; --estimator gram is exact\n");
         if !method.rotation {
             out.push_str(

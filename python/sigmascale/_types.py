@@ -108,7 +108,7 @@ class Method(TypedDict):
     """How the layers were computed."""
 
     bound: Literal["worst-case", "rank-aware", "spectrum"] | None
-    estimator: Literal["gram", "power"]
+    estimator: Literal["gram", "power", "power-summed"]
     rotation: bool
     granularity: Granularity
     as_paper: bool

@@ -109,6 +109,8 @@ pub struct Terms {
     accumulator: String,
     keeps: String,
     pub sequences: Option<Sequences>,
+    /// Of logits in E4M3, `(n_q)`; `None`: they stay in f32.
+    pub logit_descale: Option<Array>,
 }
 
 impl Terms {
@@ -211,7 +213,8 @@ impl Call {
     fn descales(&self) -> Result<Descales> {
         let [q, k, v] = &self.descales;
         let row = |name, array: &Array| array.view(name).map(Some);
-        Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit: None })
+        let logit = optional("logit descale", &self.terms.logit_descale)?;
+        Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit })
     }
 
     /// The call on a device.

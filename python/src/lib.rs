@@ -42,9 +42,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu_scales::host_scales, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attention::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attention::host_backward, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_scales::host_estimates, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_scales::certified_inflation, module)?)?;
     module.add_class::<cpu_scales::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
+    module.add_class::<device::EstimateEngine>()?;
     module.add_class::<mla::MlaEngine>()?;
     module.add_class::<mla::MlaModel>()?;
     module.add_class::<policy::DevicePolicy>()

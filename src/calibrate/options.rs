@@ -71,7 +71,7 @@ impl Options {
             }
             _ => {}
         }
-        if !self.as_paper && self.estimator == Estimator::Power {
+        if !self.as_paper && self.estimator != Estimator::Gram {
             match self.bound {
                 BoundKind::WorstCase => {
                     return Err(Error::argument(

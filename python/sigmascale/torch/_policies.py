@@ -124,6 +124,15 @@ class Native(Geometry):
     def bounds(self):
         return [tensor for part in self._parts for tensor in part.bounds.values()]
 
+    def head_bounds(self, runtime):
+        """Bounds of the logits of every layer, ``(layers, n_q, 4)``."""
+        found = torch.zeros((len(runtime), runtime.n_q_heads, 4), dtype=torch.float32, device=runtime.device)
+        for part in self._parts:
+            for place, layer in enumerate(part.layers):
+                own = part.bounds["bounds"][place, :, :4]
+                found[layer, : own.shape[0]] = own
+        return found
+
     def save(self):
         if not self.remembers:
             return None

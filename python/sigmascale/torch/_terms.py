@@ -62,7 +62,7 @@ class Terms:
 
     Query i of a sequence has position i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
     all), none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
-    head's row sums.
+    head's row sums. Behind the soft-cap logits are rounded to E4M3 in units of ``logit_descale``; gradients pass through.
     """
 
     causal: bool = _term("bool")
@@ -79,6 +79,8 @@ class Terms:
     accumulator: str = _term("str", default="fp8-256")
     # What the forward keeps for a backward.
     keeps: str = _term("str", default=NOTHING)
+    # Descales of logits in E4M3, f32 `(n_q_heads,)`; None: they stay in f32.
+    logit_descale: torch.Tensor | None = _term("Tensor?", default=None)
     # Of the operators it is all the fields of `Sequences`, or None for each.
     sequences: Sequences | None = None
 
