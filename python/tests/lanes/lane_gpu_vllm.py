@@ -2,8 +2,8 @@
 
     python python/tests/lanes/lane_gpu_vllm.py MODELS --work FOLDER [--only WORD ...] [--jobs 6] [--gpus 1]
 
-MODELS holds one folder of Hugging Face transformers a model, with tokenizer. Each engine runs in a process of its own, several at a
-time. A line a check: passed, failed, or not run with the reason. `FOLDER/table.json` has all values; the exit status is 1 if a check
+MODELS holds one folder of Hugging Face transformers a model, with tokenizer. A process runs the cases of one environment in turn, each
+with an engine of its own; several processes run at a time. A line a check: passed, failed, or not run with the reason. `FOLDER/table.json` has all values; the exit status is 1 if a check
 failed. Needs vLLM 0.26 or later and this package, installed, so that vLLM finds the plugin.
 
 The text is Python's own language reference as `pydoc_data.topics` holds it: the same for everyone who has that version of Python.
@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import csv
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -34,8 +35,8 @@ TOKENS, CHUNK = 12288, 1536
 KEPT = 4
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Attention is", "Water boils at", "import numpy as np\n", "The largest planet is"]
 ONES = {operand: 1.0 for operand in "qkv"}
-# The seconds after which an engine is ended.
-LIMIT = 200
+# Seconds that a process has for its imports, and for each of its cases.
+START, LIMIT = 150, 60
 SHAPES = {
     "llama-3-8b": dict(kind="LlamaConfig", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, rope_theta=500000.0),
     "qwen2.5-7b": dict(kind="Qwen2Config", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, rope_theta=1000000.0),
@@ -154,7 +155,7 @@ class Engine:
                     self.job.logits.append(logits.cpu())
                 else:
                     for at in range(0, len(logits), 512):
-                        one = torch.log_softmax(kept[place][at : at + 512].cuda().float(), -1)
+                        one = torch.log_softmax(kept[place][at : at + 512].to(logits.device).float(), -1)
                         two = torch.log_softmax(logits[at : at + 512].float(), -1)
                         kl += (one.exp() * (one - two)).sum(-1).tolist()
         if keep:
@@ -242,6 +243,14 @@ class Job:
     def chunks(self):
         return text(self.model)
 
+    def wait(self, name):
+        """For what another process writes."""
+        end = time.monotonic() + START
+        while not (self.work / name).exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{name} was not written within {START} s")
+            time.sleep(0.1)
+
     def listen(self):
         """Collects what the plugin says."""
         handler = logging.Handler()
@@ -301,12 +310,15 @@ def prepare(job):
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     (quantized / "config.json").write_text(json.dumps(config))
     reference["fp8"] = rows_of(sigmascale.calibrate(quantized))
-    (job.work / f"{job.model.name}.json").write_text(json.dumps(reference))
     biases = {}
     for name, tensor in load_file(job.model / "model.safetensors").items():
         if name.endswith("k_proj.bias"):
             biases[name.split(".")[2]] = tensor.abs().max().item()
     job.values["key_bias"] = biases
+    # Cases wait for it.
+    partial = job.work / f"{job.model.name}.part"
+    partial.write_text(json.dumps(reference))
+    partial.rename(job.work / f"{job.model.name}.json")
     job.check("prepared", True, f"{len(reference['scales'])} layers")
 
 
@@ -496,7 +508,7 @@ def dummy(job):
     job.equal("scales of random weights", found, rows)
 
 
-def plant(job):
+def plant(job, kind):
     """Faults, planted into the plugin: each must be seen in the scales."""
     import torch
 
@@ -504,7 +516,6 @@ def plant(job):
     from sigmascale import _loaded
     from sigmascale.torch import _stream
 
-    kind = os.environ["LANE_PLANT"]
     if kind == "dtype":
         begin = _stream.DeviceStream.__init__
 
@@ -526,8 +537,7 @@ def plant(job):
     job.check(f"a planted fault is seen: {kind}", differ, f"{differ} of {len(wanted)} layers differ")
 
 
-def parallel(job):
-    kind = os.environ["LANE_PARALLEL"]
+def parallel(job, kind):
     engine = Engine(job, job.model, **{f"{kind}_parallel_size": 2}, distributed_executor_backend="mp")
     job.equal(f"{kind} parallelism 2: the largest scale of the ranks", engine.scales(), job.reference["scales"])
     job.values |= engine.perplexity()
@@ -536,74 +546,83 @@ def parallel(job):
 
 
 OFF, OWN = {"SIGMASCALE_PLUGIN": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-# Name, function, environment, the cases that come first.
+# Processes: an environment and its cases, in turn. An engine that is to sleep comes last: its memory is a pool of the process.
 REAL = [
-    ("bf16", bf16, {}, ["prepare"]),
-    ("plugin", plugin, {}, ["bf16"]),
-    ("export", export, OFF, ["bf16"]),
-    ("fixed", fixed, OFF, ["bf16"]),
-    ("graphs", graphs, {}, ["prepare"]),
-    ("graphs-piecewise", graphs_piecewise, {}, ["prepare"]),
-    ("graphs-full", graphs_full, {}, ["prepare"]),
-    ("prefix", prefix, {}, ["prepare"]),
-    ("fp8-weights", fp8_weights, {}, ["prepare"]),
-    ("sleep", sleep, {}, ["prepare"]),
-    ("ngram", ngram, {}, ["prepare"]),
-    ("fp8-online", fp8_online, {}, ["prepare"]),
-    ("lora", lora, {}, ["prepare"]),
-    ("strict", strict, {"SIGMASCALE_PLUGIN": "strict"}, ["prepare"]),
-    ("process-fork", separate, OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, ["prepare"]),
-    ("process-spawn", separate, OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, ["prepare"]),
-    ("plant-dtype", plant, {"LANE_PLANT": "dtype"}, ["prepare"]),
-    ("plant-layer", plant, {"LANE_PLANT": "layer"}, ["prepare"]),
-    ("plant-reload", plant, {"LANE_PLANT": "reload"}, ["prepare"]),
+    ({}, ["bf16", "plugin", "prefix", "ngram", "sleep"]),
+    (OFF, ["export", "fixed"]),
+    ({}, ["fp8-weights", "fp8-online", "lora", "plant-reload"]),
+    ({}, ["graphs"]),
+    ({}, ["graphs-piecewise", "graphs-full"]),
+    ({"SIGMASCALE_PLUGIN": "strict"}, ["strict"]),
+    (OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, ["process-fork"]),
+    (OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, ["process-spawn"]),
+    # These stay in their process.
+    ({}, ["plant-layer"]),
+    ({}, ["plant-dtype"]),
 ]
-TWO = [
-    ("tensor-parallel", parallel, OWN | {"LANE_PARALLEL": "tensor"}, ["prepare"]),
-    ("pipeline-parallel", parallel, OWN | {"LANE_PARALLEL": "pipeline"}, ["prepare"]),
-]
-FUNCTIONS = {name: function for name, function, *_ in REAL + TWO} | {"prepare": prepare, "dummy": dummy}
+TWO = [(OWN, ["tensor-parallel"]), (OWN, ["pipeline-parallel"])]
+# What a case reads of another, beside what `prepare` makes.
+AFTER = {"plugin": "bf16", "export": "bf16", "fixed": "bf16"}
+FUNCTIONS = {
+    "prepare": prepare, "bf16": bf16, "plugin": plugin, "export": export, "fixed": fixed, "graphs": graphs, "graphs-piecewise": graphs_piecewise,
+    "graphs-full": graphs_full, "prefix": prefix, "fp8-weights": fp8_weights, "fp8-online": fp8_online, "sleep": sleep, "ngram": ngram, "lora": lora,
+    "strict": strict, "process-fork": separate, "process-spawn": separate, "dummy": dummy,
+    "tensor-parallel": functools.partial(parallel, kind="tensor"), "pipeline-parallel": functools.partial(parallel, kind="pipeline"),
+} | {f"plant-{kind}": functools.partial(plant, kind=kind) for kind in ("dtype", "layer", "reload")}
 
 
-def inside(name, model, work):
-    """One case, in its own process."""
-    job = Job(pathlib.Path(model), pathlib.Path(work))
-    try:
-        FUNCTIONS[name](job)
-    except BaseException as error:
-        traceback.print_exc()
-        job.check("ends", False, f"{type(error).__name__}: {error}"[:300])
-    out = {"checks": job.checks, "values": job.values, "log": job.log}
-    (job.work / f"{name}.{job.model.name}.json").write_text(json.dumps(out))
+def inside(names, model, work):
+    """Cases, one after another, in a process of their own."""
+    for name in names:
+        job = Job(pathlib.Path(model), pathlib.Path(work))
+        out = job.work / f"{name}.{job.model.name}.json"
+        try:
+            if name != "prepare" and name != "dummy":
+                job.wait(f"{job.model.name}.json")
+            if name in AFTER:
+                job.wait(f"{AFTER[name]}.{job.model.name}.json")
+            start = time.monotonic()
+            FUNCTIONS[name](job)
+        except BaseException as error:
+            traceback.print_exc()
+            job.check("ends", False, f"{type(error).__name__}: {error}"[:300])
+        found = {"checks": job.checks, "values": job.values, "log": job.log, "seconds": round(time.monotonic() - start, 1)}
+        partial = out.with_suffix(".part")
+        partial.write_text(json.dumps(found))
+        partial.rename(out)
+        gc.collect()
     sys.stdout.flush()
     # Engines that end in order take seconds.
     os._exit(0)
 
 
-def run(name, environment, model, work):
-    """Starts a case; gives what it noted, and its seconds."""
-    start, out = time.monotonic(), work / f"{name}.{model.name}.json"
-    out.unlink(missing_ok=True)
+def run(names, environment, model, work):
+    """Starts a process of cases; gives what each noted."""
+    start, place = time.monotonic(), f"{names[0]}.{model.name}.log"
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "SIGMASCALE_PLUGIN": "1",
         "VLLM_CACHE_ROOT": str(work / "cache"),
     }
-    with open(work / f"{name}.{model.name}.log", "w") as log:
-        command = [sys.executable, __file__, "--inside", name, str(model), "--work", str(work)]
+    with open(work / place, "w") as log:
+        command = [sys.executable, __file__, "--inside", ",".join(names), str(model), "--work", str(work)]
         process = subprocess.Popen(command, env=os.environ | own | environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            process.wait(LIMIT)
+            process.wait(START + LIMIT * len(names))
         except subprocess.TimeoutExpired:
             pass
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    found = json.loads(out.read_text()) if out.exists() else None
-    if found is None:
-        lines = (work / f"{name}.{model.name}.log").read_text().splitlines()[-1:] or [""]
-        note = f"no result after {time.monotonic() - start:.0f} s: {lines[0]}"[:300]
-        found = {"checks": [{"check": "ends", "state": "failed", "note": note, "seconds": 0.0}], "values": {}, "log": []}
-    return found | {"seconds": round(time.monotonic() - start, 1)}
+    found = {}
+    for name in names:
+        out = work / f"{name}.{model.name}.json"
+        if out.exists():
+            found[name] = json.loads(out.read_text())
+        else:
+            lines = (work / place).read_text().splitlines()[-1:] or [""]
+            note = f"no result after {time.monotonic() - start:.0f} s: {lines[0]}"[:300]
+            found[name] = {"checks": [{"check": "ends", "state": "failed", "note": note, "seconds": 0.0}], "values": {}, "log": [], "seconds": 0.0}
+    return found
 
 
 def across(results):
@@ -680,36 +699,33 @@ def main():
     parser.add_argument("--model", nargs="*", default=[]), parser.add_argument("--inside")
     args = parser.parse_args()
     if args.inside:
-        inside(args.inside, args.models, args.work)
+        inside(args.inside.split(","), args.models, args.work)
     args.work.mkdir(parents=True, exist_ok=True)
     models = [path for path in sorted(args.models.iterdir()) if (path / "config.json").exists() and (not args.model or path.name in args.model)]
-    plan = collections.OrderedDict()
+    plan = []
     for model in models:
-        plan["prepare", model] = ({}, [])
-        for name, _, environment, first in TWO if args.gpus == 2 else REAL:
-            if not args.only or any(word in f"{name} {model.name}" for word in args.only):
-                plan[name, model] = (environment, first)
-                for other in first:
-                    plan.setdefault((other, model), ({}, ["prepare"]))
+        picked = [(environment, [name for name in names if not args.only or any(word in f"{name} {model.name}" for word in args.only)]) for environment, names in (TWO if args.gpus == 2 else REAL)]
+        wanted = {name for _, names in picked for name in names}
+        needed = [name for name in dict.fromkeys(AFTER[name] for name in wanted if name in AFTER) if name not in wanted]
+        plan += [({}, ["prepare"], model), *((environment, names, model) for environment, names in [({}, needed), *picked] if names)]
     if args.gpus == 1:
         for shape in SHAPES:
             if not args.only or any(word in f"dummy {shape}" for word in args.only):
-                plan["dummy", pathlib.Path(shape)] = ({}, [])
+                plan.append(({}, ["dummy"], pathlib.Path(shape)))
+    for _, names, model in plan:
+        for name in names:
+            (args.work / f"{name}.{model.name}.json").unlink(missing_ok=True)
+    for model in models:
+        (args.work / f"{model.name}.json").unlink(missing_ok=True)
     results, start = {}, time.monotonic()
-    print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} engines and preparations", flush=True)
-    pending, running = list(plan), {}
+    print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} processes", flush=True)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        while pending or running:
-            done = set(results)
-            for case, model in list(pending):
-                environment, first = plan[case, model]
-                if len(running) < args.jobs and all((other, model.name) in done for other in first):
-                    pending.remove((case, model))
-                    running[pool.submit(run, case, environment, model, args.work)] = case, model
-            ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in ended:
-                case, model = running.pop(future)
-                results[case, model.name] = found = future.result()
+        # Those that others wait for were put in first.
+        running = {pool.submit(run, names, environment, model, args.work): model for environment, names, model in plan}
+        for future in concurrent.futures.as_completed(running):
+            model = running[future]
+            for case, found in future.result().items():
+                results[case, model.name] = found
                 for row in found["checks"]:
                     print(f"{row['state']:8} {case:18} {model.name:14} {row['seconds']:6.1f} s  {row['check']}: {row['note']}"[:260], flush=True)
                 print(f"         {case:18} {model.name:14} {found['seconds']:6.1f} s in all, loaded in {found['values'].get('load_s', 0):.1f} s", flush=True)
@@ -717,10 +733,9 @@ def main():
     for place, row in shared:
         print(f"{row['state']:8} {place:33}           {row['check']}: {row['note']}", flush=True)
     checks = [row for found in results.values() for row in found["checks"]] + [row for _, row in shared]
-    whole = [name for name, *_ in REAL + TWO]
-    for name in whole:
-        if not any(case == name for case, _ in plan):
-            print(f"not run  {name:18} {'needs --gpus 2' if name in FUNCTIONS and name.endswith('parallel') else 'not selected by these options'}")
+    for name in FUNCTIONS:
+        if not any(name in names for _, names, _ in plan):
+            print(f"not run  {name:18} {'needs --gpus 2' if name.endswith('parallel') and args.gpus == 1 else 'not selected by these options'}")
     states = collections.Counter(row["state"] for row in checks)
     about = {"python": sys.version.split()[0], "tokens": TOKENS, "chunk": CHUNK, "models": {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in models}}
     table = {"about": about, "cases": [{"case": case, "model": model} | found for (case, model), found in results.items()], "across": shared}
