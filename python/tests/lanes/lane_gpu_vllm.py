@@ -85,6 +85,13 @@ def shrink(model):
             module._k_scale.mul_(2.0**-9)
 
 
+def displace(model):
+    """Centers of keys that are far off: exact in real numbers, but nothing of a key is left in FP8."""
+    for module in model.modules():
+        if getattr(module, "_sigmascale_center", None) is not None:
+            module._sigmascale_center.add_(2.0**20)
+
+
 def refreshed(model):
     import sigmascale.vllm
 
@@ -278,7 +285,18 @@ def rows_of(found):
     return [{x: up_to_bf16(max(layer[f"{x}_descale"])) for x in "qkv"} for layer in found["layers"]]
 
 
-# The cases: each a process.
+def served(folder, rows):
+    """The same where the plugin centers keys, as it does by itself; and the hash of the centers."""
+    import sigmascale
+
+    found = sigmascale.centers(folder)
+    if found is None:
+        return rows, None
+    keys = {layer["layer"]: max(layer["k_scale"]) for layer in found["layers"]}
+    return [row | {"k": keys.get(number, row["k"])} for number, row in enumerate(rows)], found["hash"]
+
+
+# The cases.
 def prepare(job):
     """References, exports and other checkpoints, without a GPU."""
     import torch
@@ -286,8 +304,12 @@ def prepare(job):
 
     import sigmascale
 
-    reference = {"scales": rows_of(sigmascale.calibrate(job.model))}
-    sigmascale.export(job.model, job.work / f"{job.model.name}-export", "vllm")
+    plain = rows_of(sigmascale.calibrate(job.model))
+    reference = {"plain": plain}
+    reference["scales"], reference["centers"] = served(job.model, plain)
+    exported = job.work / f"{job.model.name}-export"
+    shutil.rmtree(exported, ignore_errors=True)
+    sigmascale.export(job.model, exported, "vllm")
     weights = load_file(job.model / "model.safetensors")
     other = job.work / f"{job.model.name}-other"
     shutil.copytree(job.model, other, dirs_exist_ok=True)
@@ -309,7 +331,7 @@ def prepare(job):
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     (quantized / "config.json").write_text(json.dumps(config))
-    reference["fp8"] = rows_of(sigmascale.calibrate(quantized))
+    reference["fp8"], _ = served(quantized, rows_of(sigmascale.calibrate(quantized)))
     biases = {}
     for name, tensor in load_file(job.model / "model.safetensors").items():
         if name.endswith("k_proj.bias"):
@@ -347,15 +369,18 @@ def fixed(job):
 
 def export(job):
     engine = Engine(job, job.work / f"{job.model.name}-export")
-    job.equal("an export's scales, without the plugin", engine.scales(), job.reference["scales"])
+    job.equal("an export's scales, without the plugin", engine.scales(), job.reference["plain"])
     job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
     job.values["greedy"] = engine.greedy()
     job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
 
 
 def plugin(job):
-    wanted, other = job.reference["scales"], job.reference["other"]
+    """Keys as they are."""
+    os.environ["SIGMASCALE_CENTER"] = "off"
+    wanted, other = job.reference["plain"], job.reference["other"]
     engine = Engine(job, job.model)
+    del os.environ["SIGMASCALE_CENTER"]
     job.equal("the plugin's scales", engine.scales(), wanted)
     job.check("the plugin says so", job.said(logging.INFO, f"of {len(wanted)} layers from the weights"), job.log)
     job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
@@ -367,6 +392,27 @@ def plugin(job):
     engine.llm.apply_model(functools.partial(grow, factor=0.25))
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.work / f"{job.model.name}-other")})
     job.equal("reload_weights from another folder", engine.scales(), other)
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.model)})
+    job.equal("reload_weights from the first", engine.scales(), wanted)
+    job.check("greedy text as before", engine.greedy() == job.values["greedy"])
+
+
+def centered(job):
+    wanted, logits = job.reference["scales"], job.work / f"{job.model.name}.logits"
+    if job.reference["centers"] is None:
+        job.not_run("centered keys", "no layer's keys have a bias that is rotated")
+        return
+    engine = Engine(job, job.model)
+    job.equal("scales of centered keys", engine.scales(), wanted)
+    job.check("the plugin names the centers", job.said(logging.INFO, f"centers {job.reference['centers']}"), job.log)
+    job.values |= engine.perplexity(against=logits)
+    job.values["greedy"] = engine.greedy()
+    engine.llm.apply_model(functools.partial(fill, rows=[ONES] * len(wanted)))
+    job.values["centered-fixed"] = engine.perplexity(against=logits)
+    own = job.values["centered-fixed"]
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}; at 1.0 {own['perplexity']:.4f} KL {own['kl']:.5f}")
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.work / f"{job.model.name}-other")})
+    job.check("scales follow other weights", all(new["v"] > old["v"] for new, old in zip(engine.scales(), wanted)))
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.model)})
     job.equal("reload_weights from the first", engine.scales(), wanted)
     job.check("greedy text as before", engine.greedy() == job.values["greedy"])
@@ -402,6 +448,11 @@ def graphs(job, mode="FULL_AND_PIECEWISE", compiled=3):
     job.check("graphs read the scales in their place", small != first, f"{sum(a != b for a, b in zip(small, first))} of 8 texts change with key scales times 2^-9")
     engine.llm.apply_model(refreshed)
     job.check("texts after refresh", engine.greedy(single, 32) == first)
+    if job.reference["centers"] is not None:
+        engine.llm.apply_model(displace)
+        job.check("graphs read the centers in their place", engine.greedy(single, 32) != first)
+        engine.llm.apply_model(refreshed)
+        job.check("texts after another refresh", engine.greedy(single, 32) == first)
     job.values |= engine.perplexity()
     job.check("perplexity", True, f"{job.values['perplexity']:.4f}")
 
@@ -548,7 +599,7 @@ def parallel(job, kind):
 OFF, OWN = {"SIGMASCALE_PLUGIN": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 # Processes: an environment and its cases, in turn. An engine that is to sleep comes last: its memory is a pool of the process.
 REAL = [
-    ({}, ["bf16", "plugin", "prefix", "ngram", "sleep"]),
+    ({}, ["bf16", "plugin", "centered", "prefix", "ngram", "sleep"]),
     (OFF, ["export", "fixed"]),
     ({}, ["fp8-weights", "fp8-online", "lora", "plant-reload"]),
     ({}, ["graphs"]),
@@ -562,9 +613,9 @@ REAL = [
 ]
 TWO = [(OWN, ["tensor-parallel"]), (OWN, ["pipeline-parallel"])]
 # What a case reads of another, beside what `prepare` makes.
-AFTER = {"plugin": "bf16", "export": "bf16", "fixed": "bf16"}
+AFTER = {"plugin": "bf16", "centered": "bf16", "export": "bf16", "fixed": "bf16"}
 FUNCTIONS = {
-    "prepare": prepare, "bf16": bf16, "plugin": plugin, "export": export, "fixed": fixed, "graphs": graphs, "graphs-piecewise": graphs_piecewise,
+    "prepare": prepare, "bf16": bf16, "plugin": plugin, "centered": centered, "export": export, "fixed": fixed, "graphs": graphs, "graphs-piecewise": graphs_piecewise,
     "graphs-full": graphs_full, "prefix": prefix, "fp8-weights": fp8_weights, "fp8-online": fp8_online, "sleep": sleep, "ngram": ngram, "lora": lora,
     "strict": strict, "process-fork": separate, "process-spawn": separate, "dummy": dummy,
     "tensor-parallel": functools.partial(parallel, kind="tensor"), "pipeline-parallel": functools.partial(parallel, kind="pipeline"),
@@ -640,17 +691,19 @@ def across(results):
             say(model, "plugin and export: every token's log-probability, bit for bit", one["logprobs"] == two["logprobs"], f"{len(one['logprobs'])} tokens")
             say(model, "plugin and export: greedy text", one["greedy"] == two["greedy"], f"{sum(map(len, one['greedy']))} tokens")
         for case in ("graphs", "graphs-piecewise", "graphs-full", "prefix", "tensor-parallel", "pipeline-parallel"):
-            if "perplexity" in of(case) and "perplexity" in two:
-                ratio = of(case)["perplexity"] / two["perplexity"]
-                say(model, f"{case}: perplexity within 1 % of eager", abs(ratio - 1) < 0.01, f"{of(case)['perplexity']:.4f} for {two['perplexity']:.4f}")
+            eager = of("centered") if "perplexity" in of("centered") else two
+            if "perplexity" in of(case) and "perplexity" in eager:
+                ratio = of(case)["perplexity"] / eager["perplexity"]
+                say(model, f"{case}: perplexity within 1 % of eager", abs(ratio - 1) < 0.01, f"{of(case)['perplexity']:.4f} for {eager['perplexity']:.4f}")
         for case in ("ngram", "process-fork", "process-spawn", "graphs", "graphs-full"):
-            if "greedy" in of(case) and "greedy" in two:
-                same = sum(a == b for a, b in zip(of(case)["greedy"], two["greedy"]))
+            eager = of("centered") if "greedy" in of("centered") else two
+            if "greedy" in of(case) and "greedy" in eager:
+                same = sum(a == b for a, b in zip(of(case)["greedy"], eager["greedy"]))
                 # Other shapes round otherwise, so that greedy text may part where two tokens are as likely.
                 least = 6 if case.startswith("process") else 3
-                say(model, f"{case}: greedy texts equal to eager's", same >= least, f"{same} of {len(two['greedy'])}")
+                say(model, f"{case}: greedy texts equal to eager's", same >= least, f"{same} of {len(eager['greedy'])}")
         if "perplexity" in base:
-            for case in ("fixed", "export", "plugin"):
+            for case in ("fixed", "export", "plugin", "centered"):
                 if "perplexity" in of(case):
                     ratio = of(case)["perplexity"] / base["perplexity"]
                     say(model, f"{case}: perplexity within 5 % of BF16", ratio < 1.05, f"{100 * (ratio - 1):+.2f} %")
@@ -672,7 +725,7 @@ def write_tables(results, shared, work):
     cache, layers = [], []
     for (case, model), found in results.items():
         values = found["values"]
-        ways = [(case, values)] + ([("maxima", values["maxima"])] if "maxima" in values else [])
+        ways = [(case, values), *((way, values[way]) for way in ("maxima", "centered-fixed") if way in values)]
         base = results.get(("bf16", model), {}).get("values", {})
         for way, one in ways:
             if "perplexity" not in one:
@@ -685,10 +738,10 @@ def write_tables(results, shared, work):
         if case == "bf16":
             reference = json.loads((work / f"{model}.json").read_text())
             biases = results["prepare", model]["values"]["key_bias"]
-            for number, (amax, scale) in enumerate(zip(values.get("amax", []), reference["scales"])):
-                layers.append([model, number, *amax, *(scale[x] for x in "qkv"), biases.get(str(number), 0.0)])
+            for number, (amax, scale, own) in enumerate(zip(values.get("amax", []), reference["plain"], reference["scales"])):
+                layers.append([model, number, *amax, *(scale[x] for x in "qkv"), own["k"], biases.get(str(number), 0.0)])
     write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
-    write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "max_key_bias"], layers)
+    write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "scale_k_centered", "max_key_bias"], layers)
 
 
 def main():
