@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import pathlib
+import random
 import shutil
 import signal
 import subprocess
@@ -31,12 +32,15 @@ import time
 import traceback
 
 TOKENS, CHUNK = 12288, 1536
+# Long sequences: lengths, and depths of what is to be found in them.
+LONG, LENGTHS, DEPTHS = 32768, (4096, 8192, 16384, 32768), (0.1, 0.4, 0.7, 0.95)
+CITIES = "Lisbon Oslo Vienna Prague Dublin Madrid Athens Warsaw Berlin Paris Rome Bern Sofia Riga Tallinn Vilnius Zagreb Helsinki Budapest London".split()
 # Chunks whose logits are kept for the KL divergence.
 KEPT = 4
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Attention is", "Water boils at", "import numpy as np\n", "The largest planet is"]
 ONES = {operand: 1.0 for operand in "qkv"}
 # Seconds that a process has for its imports, and for each of its cases.
-START, LIMIT = 150, 60
+START, LIMIT = 150, 75
 SHAPES = {
     "llama-3-8b": dict(kind="LlamaConfig", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, rope_theta=500000.0),
     "qwen2.5-7b": dict(kind="Qwen2Config", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, rope_theta=1000000.0),
@@ -123,11 +127,13 @@ class Engine:
         # vLLM's import takes handlers away.
         job.listen()
         self.job, start = job, time.monotonic()
-        own = {"kv_cache_dtype": "fp8", "enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
-        self.llm = LLM(
-            str(folder), dtype="bfloat16", seed=0, max_model_len=2048, max_num_seqs=16, gpu_memory_utilization=0.1,
+        own = {
+            "kv_cache_dtype": "fp8", "enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 4096, "max_model_len": 2048,
             # No measurement of memory, which other engines on this GPU would disturb.
-            kv_cache_memory_bytes=2**30, disable_log_stats=True, **(own | arguments),
+            "kv_cache_memory_bytes": 2**30,
+        }
+        self.llm = LLM(
+            str(folder), dtype="bfloat16", seed=0, max_num_seqs=16, gpu_memory_utilization=0.1, disable_log_stats=True, **(own | arguments)
         )
         job.values["load_s"] = time.monotonic() - start
 
@@ -171,6 +177,11 @@ class Engine:
         found = {"perplexity": math.exp(-sum(logprobs) / len(logprobs)), "tokens": len(logprobs), "logprobs": logprobs}
         return found | ({"kl": sum(kl) / len(kl), "kl_tokens": len(kl)} if kl else {})
 
+    def prefill(self, chunks):
+        from vllm import SamplingParams
+
+        self.llm.generate([{"prompt_token_ids": chunk} for chunk in chunks], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+
     def greedy(self, prompts=PROMPTS, tokens=64):
         from vllm import SamplingParams
 
@@ -201,7 +212,10 @@ def _watch_amax(model):
 
     for module in model.modules():
         if hasattr(module, "_k_scale") and hasattr(module, "impl"):
+            first = not hasattr(module, "_lane_amax")
             module._lane_amax = torch.zeros(3, dtype=torch.float32, device=module._k_scale.device)
+            if not first:
+                continue
 
             def noted(query, key, value, *args, _own=module, _forward=module.forward, **kwargs):
                 _own._lane_amax = torch.maximum(_own._lane_amax, torch.stack([x.abs().max().float() for x in (query, key, value)]))
@@ -250,6 +264,11 @@ class Job:
     def chunks(self):
         return text(self.model)
 
+    @functools.cached_property
+    def others(self):
+        """As many tokens of the text behind those, to calibrate on."""
+        return text(self.model, TOKENS)
+
     def wait(self, name):
         """For what another process writes."""
         end = time.monotonic() + START
@@ -268,13 +287,17 @@ class Job:
         return any(at == level and all(word in line for word in words) for at, line in self.log)
 
 
-def text(model):
+def tokenized(model, characters):
     import pydoc_data.topics
 
     import transformers
 
     whole = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    ids = transformers.AutoTokenizer.from_pretrained(model)(whole[: 12 * TOKENS])["input_ids"][:TOKENS]
+    return transformers.AutoTokenizer.from_pretrained(model)(whole[:characters])["input_ids"]
+
+
+def text(model, first=0):
+    ids = tokenized(model, 12 * (first + TOKENS))[first : first + TOKENS]
     return [ids[at : at + CHUNK] for at in range(0, TOKENS, CHUNK)]
 
 
@@ -350,21 +373,27 @@ def bf16(job):
     engine.llm.apply_model(_watch_amax)
     job.values |= engine.perplexity(keep=job.work / f"{job.model.name}.logits")
     job.values["amax"] = engine.llm.apply_model(_amax)[0]
+    engine.llm.apply_model(_watch_amax)
+    engine.prefill(job.others)
+    job.values["calibrated"] = engine.llm.apply_model(_amax)[0]
     job.values["greedy"] = engine.greedy()
     job.check("perplexity", math.isfinite(job.values["perplexity"]), f"{job.values['perplexity']:.4f} over {job.values['tokens']} tokens")
 
 
 def fixed(job):
-    """1.0 without the plugin, and the exact maxima of this text, as a calibration over it would give them."""
+    """1.0 without the plugin, and maxima over 448: of other text, as a calibration gives them, and of this text."""
     engine, logits = Engine(job, job.model), job.work / f"{job.model.name}.logits"
     job.equal("without the plugin scales are 1.0", engine.scales(), [ONES] * len(job.reference["scales"]))
     job.values |= engine.perplexity(against=logits)
     job.values["greedy"] = engine.greedy()
-    maxima = json.loads((job.work / f"bf16.{job.model.name}.json").read_text())["values"]["amax"]
-    rows = {number: dict(zip("qkv", (value / 448 for value in row))) for number, row in enumerate(maxima)}
-    engine.llm.apply_model(functools.partial(fill, rows=rows))
-    job.values["maxima"] = engine.perplexity(against=logits)
-    job.check("perplexity", True, f"1.0 {job.values['perplexity']:.4f} KL {job.values['kl']:.5f}; maxima {job.values['maxima']['perplexity']:.4f} KL {job.values['maxima']['kl']:.5f}")
+    job.check("perplexity at 1.0", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
+    seen = json.loads((job.work / f"bf16.{job.model.name}.json").read_text())["values"]
+    for way, maxima in [("calibrated", seen["calibrated"]), ("maxima", seen["amax"])]:
+        rows = {number: dict(zip("qkv", (value / 448 for value in row))) for number, row in enumerate(maxima)}
+        engine.llm.apply_model(functools.partial(fill, rows=rows))
+        job.values[way] = own = engine.perplexity(against=logits)
+        clipped = sum(x > y for one, other in zip(seen["amax"], maxima) for x, y in zip(one, other))
+        job.check(f"perplexity, {way}", True, f"{own['perplexity']:.4f} KL {own['kl']:.5f}; {clipped} of {3 * len(maxima)} operands of this text pass their maximum")
 
 
 def export(job):
@@ -416,6 +445,42 @@ def centered(job):
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.model)})
     job.equal("reload_weights from the first", engine.scales(), wanted)
     job.check("greedy text as before", engine.greedy() == job.values["greedy"])
+
+
+def long(job, cache, center):
+    """Perplexity by position, and codes to be found at several depths of sequences."""
+    from vllm import SamplingParams
+
+    if json.loads((job.model / "config.json").read_text())["max_position_embeddings"] < LONG:
+        job.not_run("long sequences", f"the model takes fewer than {LONG} tokens")
+        return
+    os.environ["SIGMASCALE_CENTER"] = center
+    engine = Engine(job, job.model, kv_cache_dtype=cache, max_model_len=LONG, enable_prefix_caching=True, kv_cache_memory_bytes=2**32)
+    ids, sums = tokenized(job.model, 24 * LONG), collections.defaultdict(list)
+    for at in (0, LONG):
+        window = ids[at : at + LONG - 1]
+        (answer,) = engine.llm.generate([{"prompt_token_ids": window}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), use_tqdm=False)
+        for place, (token, row) in enumerate(zip(window, answer.prompt_logprobs)):
+            if row:
+                sums[next(end for end in LENGTHS if place < end)].append(row[token].logprob)
+    rows = [["perplexity", end, "", math.exp(-sum(values) / len(values)), len(values)] for end, values in sorted(sums.items())]
+    tokenize, draw = engine.llm.get_tokenizer(), random.Random(0)
+    encode = lambda words: tokenize(words, add_special_tokens=False)["input_ids"]
+    for length in LENGTHS:
+        for depth in DEPTHS:
+            codes = {city: str(draw.randrange(10**5, 10**6)) for city in CITIES}
+            told = encode("\n" + "\n".join(f"The access code of {city} is {code}." for city, code in codes.items()) + "\n")
+            hay = ids[: length - len(told) - 128]
+            cut = int(depth * len(hay))
+            whole = hay[:cut] + told + hay[cut:]
+            asked = [whole + encode(f"\n\nQuestion: What is the access code of {city}?\nAnswer: The access code of {city} is") for city in codes]
+            answers = engine.llm.generate([{"prompt_token_ids": x} for x in asked], SamplingParams(max_tokens=10, temperature=0), use_tqdm=False)
+            found = sum(code in answer.outputs[0].text for code, answer in zip(codes.values(), answers))
+            rows.append(["found", length, depth, found / len(codes), len(codes)])
+    job.values["long"] = rows
+    words = [f"below {end}: {value:.3f}" for kind, end, _, value, _ in rows if kind == "perplexity"]
+    shares = [value for kind, *_, value, _ in rows if kind == "found"]
+    job.check("long sequences", True, f"perplexity {', '.join(words)}; codes found {100 * sum(shares) / len(shares):.1f} %")
 
 
 def sleep(job):
@@ -602,6 +667,7 @@ REAL = [
     ({}, ["bf16", "plugin", "centered", "prefix", "ngram", "sleep"]),
     (OFF, ["export", "fixed"]),
     ({}, ["fp8-weights", "fp8-online", "lora", "plant-reload"]),
+    ({}, ["long-bf16", "long-plugin", "long-centered"]),
     ({}, ["graphs"]),
     ({}, ["graphs-piecewise", "graphs-full"]),
     ({"SIGMASCALE_PLUGIN": "strict"}, ["strict"]),
@@ -617,7 +683,8 @@ AFTER = {"plugin": "bf16", "centered": "bf16", "export": "bf16", "fixed": "bf16"
 FUNCTIONS = {
     "prepare": prepare, "bf16": bf16, "plugin": plugin, "centered": centered, "export": export, "fixed": fixed, "graphs": graphs, "graphs-piecewise": graphs_piecewise,
     "graphs-full": graphs_full, "prefix": prefix, "fp8-weights": fp8_weights, "fp8-online": fp8_online, "sleep": sleep, "ngram": ngram, "lora": lora,
-    "strict": strict, "process-fork": separate, "process-spawn": separate, "dummy": dummy,
+    "long-bf16": functools.partial(long, cache="auto", center="off"), "long-plugin": functools.partial(long, cache="fp8", center="off"),
+    "long-centered": functools.partial(long, cache="fp8", center="auto"), "strict": strict, "process-fork": separate, "process-spawn": separate, "dummy": dummy,
     "tensor-parallel": functools.partial(parallel, kind="tensor"), "pipeline-parallel": functools.partial(parallel, kind="pipeline"),
 } | {f"plant-{kind}": functools.partial(plant, kind=kind) for kind in ("dtype", "layer", "reload")}
 
@@ -725,7 +792,7 @@ def write_tables(results, shared, work):
     cache, layers = [], []
     for (case, model), found in results.items():
         values = found["values"]
-        ways = [(case, values), *((way, values[way]) for way in ("maxima", "centered-fixed") if way in values)]
+        ways = [(case, values), *((way, values[way]) for way in ("calibrated", "maxima", "centered-fixed") if way in values)]
         base = results.get(("bf16", model), {}).get("values", {})
         for way, one in ways:
             if "perplexity" not in one:
@@ -740,6 +807,8 @@ def write_tables(results, shared, work):
             biases = results["prepare", model]["values"]["key_bias"]
             for number, (amax, scale, own) in enumerate(zip(values.get("amax", []), reference["plain"], reference["scales"])):
                 layers.append([model, number, *amax, *(scale[x] for x in "qkv"), own["k"], biases.get(str(number), 0.0)])
+    sequences = [[model, case, *row] for (case, model), found in results.items() for row in found["values"].get("long", [])]
+    write("long.csv", ["model", "case", "kind", "tokens", "depth", "value", "count"], sequences)
     write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
     write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "scale_k_centered", "max_key_bias"], layers)
 
