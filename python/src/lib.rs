@@ -32,6 +32,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(serving::export, module)?)?;
     module.add_function(wrap_pyfunction!(serving::verify, module)?)?;
     module.add_function(wrap_pyfunction!(serving::centers, module)?)?;
+    module.add_function(wrap_pyfunction!(serving::center_hash, module)?)?;
     module.add_function(wrap_pyfunction!(serving::refit, module)?)?;
     module.add_class::<serving::ScaleStream>()?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;

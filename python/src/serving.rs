@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
-use sigmascale::plan::CenterPolicy;
+use sigmascale::plan::{Center, CenterPolicy};
 use sigmascale::serving::{self, CenterCertificate, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
@@ -142,6 +142,16 @@ impl ScaleStream {
             .map_err(|error| raise(py, &error))
     }
 
+    /// Centers as JSON, those of layers that were given before.
+    fn keep_centers(&self, py: Python<'_>, centers: &str) -> PyResult<()> {
+        let kept = || {
+            let centers = serde_json::from_str(centers)
+                .map_err(|error| Error::argument(format_args!("centers are not those of layers: {error}")))?;
+            self.held().keep_centers(centers)
+        };
+        kept().map_err(|error| raise(py, &error))
+    }
+
     fn wants(&self, name: &str) -> bool {
         self.held().wants(name)
     }
@@ -249,6 +259,14 @@ impl ScaleStream {
     fn held(&self) -> std::sync::MutexGuard<'_, serving::ScaleStream> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
+}
+
+/// The hash of centers that are given as JSON.
+#[pyfunction]
+pub fn center_hash(py: Python<'_>, centers: &str) -> PyResult<String> {
+    let centers: Vec<Center> = serde_json::from_str(centers)
+        .map_err(|error| raise(py, &Error::argument(format_args!("centers are not those of layers: {error}"))))?;
+    Ok(sigmascale::plan::center_hash(&centers))
 }
 
 /// The rule for a cache that is kept: scales in use and new ones as `(layer, q, k, v)`; gives the numbers of the layers that grew.
