@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._typing import Event, Number
 
 # Columns that are upper bounds, and stay so when they are written with fewer digits.
-_CERTIFIED = ("sigma", "w_q", "bound")
+_CERTIFIED = ("sigma", "sigma_rope", "w_q", "bound")
 _DIGITS = 7
 
 
@@ -43,8 +43,9 @@ class Monitor:
     Every step gives a ``step`` line, and every ``every``-th step a ``layer`` line for each layer, with one value a
     query head:
 
-    - ``sigma``, ``bound``: the certified norm of W_Q^T W_K without the softmax scale, and the certified bound on
-      |logit|, with rounding, both of the weights of the last refresh; with ``attach(.., bound="worst-case")``.
+    - ``sigma``: the norm of W_Q^T W_K, without the softmax scale and without rotation, of the weights now.
+      ``sigma_rope``, ``bound``: the certified norm over every rotation between two positions, and the certified bound on
+      |logit|, with rounding, both of the weights of the last refresh. With ``attach(.., bound="worst-case")`` and exact norms.
     - ``w_q``: certified spectral norm of the head's own W_Q, at most 0.1 % too large, of the weights now. Left out for
       layers that FSDP shards.
     - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and
@@ -59,8 +60,9 @@ class Monitor:
     ``rows=0`` samples nothing.
 
     What is on a device is read in every ``every``-th step, in one copy, which the next step waits for: layer lines, their
-    alarms, and step lines with values on the device then reach the file and ``alarms``. On a CPU they do at once. ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
-    which makes a writer beside the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
+    alarms, and step lines with values on the device then reach the file and ``alarms``. On a CPU they do at once.
+    ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
+    which makes a writer next to the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
     ``path=None`` writes no file.
 
     ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each
@@ -176,7 +178,7 @@ class Monitor:
         loss_scale: Number | None = None,
         skipped: bool = False,
     ) -> None:
-        """Records a step; call it once a step, behind the backward, before or after ``refresh()``.
+        """Records a step; call it once per step, after the backward, before or after ``refresh()``.
 
         All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left
         the weights as they were. Raises :class:`ArgumentError` for other values, :class:`SigmascaleError` after
@@ -216,28 +218,34 @@ class Monitor:
         if runtime._tensors is None:
             raise SigmascaleError("the model was deleted: make a runtime and a monitor of the model that is in use")
         norms = _norms.query_norms(runtime._tensors)
-        bounds = [] if runtime.logits is None else [runtime.logits]
+        certified = runtime.logits is not None and runtime._estimates is None
+        bounds = [runtime.logits] if certified else []
+        sigmas = _norms.interaction_norms(runtime._tensors) if certified else {}
         self._measure()
         samples, pending = [values for _, values in self._measured], self._lines.tensors()
         kind = torch.float64 if any(tensor.dtype == torch.float64 for tensor in pending) else torch.float32
         moved = [torch.stack([tensor.to(runtime.device, kind) for tensor in pending])] if pending else []
-        finish = self._window.start(*bounds, *norms, *samples, *moved)
+        finish = self._window.start(*bounds, *norms, *sigmas.values(), *samples, *moved)
         of_sample = {index: place for place, (indices, _) in enumerate(self._measured) for index in indices}
         orders = [list(indices) for indices, _ in self._measured]
         plans, numbers, resident = runtime.layers, self._numbers, list(runtime._resident)
+        of_sigma = [resident[place] for place in sigmas]
 
         def lines():
             rows, values = finish()
             values = iter(values)
             (bound,) = [next(values) for _ in bounds] or [None]
             norm = dict(zip(resident, [next(values) for _ in norms]))
+            sigma = dict(zip(of_sigma, [next(values) for _ in of_sigma]))
             sampled, layers = [next(values) for _ in samples], []
             for plan, number, found in zip(plans, numbers, rows):
                 columns = {}
                 if bound is not None:
-                    sigma, largest = bound[plan.index, : plan.n_q_heads, [0, 2]]
+                    rope, largest = bound[plan.index, : plan.n_q_heads, [0, 2]]
+                    if plan.index in sigma:
+                        columns["sigma"] = sigma[plan.index]
                     # Where q and k are normalised there is no sigma.
-                    columns |= ({"sigma": sigma} if sigma.any() else {}) | {"bound": largest}
+                    columns |= ({"sigma_rope": rope} if rope.any() else {}) | {"bound": largest}
                 if plan.index in norm:
                     columns["w_q"] = norm[plan.index]
                 if plan.index in of_sample:
@@ -362,7 +370,7 @@ def _close(lines, window, watched, sinks):
 
 
 def _value(name, value):
-    """A number, or a tensor of one on a device, of which nothing is read yet."""
+    """A number, or a tensor of one on a device that is not read yet."""
     if not isinstance(value, torch.Tensor):
         return real(name, value)
     if value.numel() != 1:

@@ -5,7 +5,7 @@ their products do. The exact output is the softmax of these logits times the E4M
 
     delta_bias = sum_rows (rowsum(dO * O) - rowsum(dO * O_exact)) / sum_rows |rowsum(dO * O_exact)|
 
-O is the output that the call returned, of which FlashAttention's backward computes delta. Source: "Why Low-Precision
+O is the output that the call returned, from which FlashAttention's backward computes delta. Source: "Why Low-Precision
 Transformer Training Fails", sections 3.2 and 3.3 (delta, its bias) and appendix E.1 (repeated maxima).
 """
 
@@ -70,6 +70,9 @@ def take(grad, operands, descales, out, terms, places, turn, residual=None):
     entry = turn % q.shape[0]
     rows = lambda x: _bytes(x)[entry].index_select(0, places)
     whole = rows(out) if residual is None else rows(out).float() + rows(residual).float()
+    if terms.v_center is not None:
+        # Of one kind with the operands; rows without keys are not measured.
+        whole = whole - terms.v_center.repeat_interleave(q.shape[2] // terms.v_center.shape[0], dim=0)
     kept = [_bytes(x)[entry].clone(memory_format=torch.contiguous_format) for x in (k, v)]
     own = torch.stack([d[entry] for d in descales[:3]])
     return Taken(rows(q), *kept, rows(grad), whole, own, terms, (places, entry, q.shape[1]))
