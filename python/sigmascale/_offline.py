@@ -178,8 +178,8 @@ def stress(
     after a quarter of the steps where the run is shorter.
     """
     if policies is not None:
-        one = isinstance(policies, str) or not isinstance(policies, Iterable)
-        policies = [named(policy) for policy in ([policies] if one else policies)]
+        several = [policies] if isinstance(policies, str) or not isinstance(policies, Iterable) else policies
+        policies = [named(policy) for policy in several]
     if scenario in ("resume", "lr-spike"):
         raise ArgumentError(
             f"scenario {scenario!r} trains a model and is only available in the command: run "
