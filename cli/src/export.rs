@@ -90,10 +90,10 @@ fn table(export: &serving::Export) -> String {
         );
     }
     for note in &certificate.notes {
-        out.push_str(&wrapped(note, "  ", 118));
+        out.push_str(&wrapped(note, "  "));
     }
     for unjudged in &certificate.unjudged {
-        out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), "  ", 118));
+        out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), "  "));
     }
     out.push('\n');
     let mut table = Table::new(["layer", "q scale", "k scale", "v scale", "q worst", "k worst", "v worst"]);

@@ -1,6 +1,8 @@
 //! Where a result goes.
 
+use super::progress;
 use super::target::{check_not_of_model, check_not_read, place_of};
+use super::terminal;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use sigmascale::{Error, Result};
@@ -14,6 +16,9 @@ pub struct OutputArgs {
     /// Format of the result
     #[arg(long, value_enum, default_value = "table")]
     format: Format,
+    /// Same as --format json
+    #[arg(long, conflicts_with = "format")]
+    json: bool,
     /// Write the result to FILE instead of stdout; - is stdout
     #[arg(short = 'o', long = "output", value_name = "FILE")]
     file: Option<PathBuf>,
@@ -31,7 +36,10 @@ enum Format {
 impl OutputArgs {
     /// Finds out before the work starts that the file cannot be written, or would become part of a model.
     pub fn check(&self) -> Result<()> {
-        self.file().map_or(Ok(()), |file| check_target(file).and_then(|()| check_not_of_model("-o", file)))
+        let Some(file) = self.file() else { return Ok(()) };
+        terminal::write_to_file();
+        check_target(file)?;
+        check_not_of_model("-o", file)
     }
 
     /// The same of another output of the command, which must be another file.
@@ -60,11 +68,6 @@ impl OutputArgs {
         Ok(())
     }
 
-    /// As `--format json`.
-    pub fn ask_for_json(&mut self) {
-        self.format = Format::Json;
-    }
-
     fn file(&self) -> Option<&Path> {
         self.file.as_deref().filter(|file| *file != Path::new("-"))
     }
@@ -72,8 +75,8 @@ impl OutputArgs {
     /// Writes a result in the format asked for.
     pub fn write<T: Serialize>(&self, value: &T, table: impl FnOnce(&T) -> String) -> Result<()> {
         let mut text = match self.format {
-            Format::Table => printable(&table(value)),
-            Format::Json => serde_json::to_string_pretty(value)
+            Format::Table if !self.json => terminal::painted(&printable(&table(value))),
+            _ => serde_json::to_string_pretty(value)
                 .map_err(|e| Error::non_finite(format_args!("the result cannot be written as JSON: {e}")))?,
         };
         if !text.ends_with('\n') {
@@ -89,8 +92,10 @@ impl OutputArgs {
 /// Writes a file and confirms it on stderr.
 pub fn write_file(file: &Path, bytes: &[u8]) -> Result<()> {
     write_atomically(file, bytes)?;
-    // Nobody is left to tell if the terminal is gone.
-    let _ = writeln!(std::io::stderr(), "wrote {}", printable(&file.display().to_string()));
+    if !progress::quiet() {
+        // Nobody is left to tell if the terminal is gone.
+        let _ = writeln!(std::io::stderr(), "wrote {}", printable(&file.display().to_string()));
+    }
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use sigmascale::serving::{self, Audit, AuditEntry, Engine, Outcome, ScaleVerdict};
 use sigmascale::{Error, Result};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Audit the FP8 attention scales of a checkpoint: can they overflow, and does the engine load them?
 ///
@@ -28,9 +28,6 @@ pub struct Args {
     /// Exit with 0 where nothing is wrong and something is unknown
     #[arg(long, value_enum, value_name = "WHAT")]
     allow: Option<Allowed>,
-    /// Same as --format json
-    #[arg(long)]
-    json: bool,
     /// Also write the result as an HTML page to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -57,10 +54,7 @@ pub struct Report {
 }
 
 /// Runs the command; whether the checkpoint is safe, or as good as was asked for.
-pub fn run(mut args: Args, made: &Made) -> Result<bool> {
-    if args.json {
-        args.output.ask_for_json();
-    }
+pub fn run(args: Args, made: &Made) -> Result<bool> {
     args.output.check()?;
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;
@@ -76,7 +70,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
     };
     let mut engines: Vec<Engine> = args.engine.into_iter().collect();
     if engines.is_empty() {
-        let first = Engine::of_export(Path::new(&args.checkpoint)).unwrap_or(Engine::Vllm);
+        let first = Engine::of_export(checkpoint.path()).unwrap_or(Engine::Vllm);
         engines.push(first);
         engines.extend(Engine::ALL.into_iter().filter(|engine| *engine != first));
     }
@@ -165,7 +159,7 @@ fn table(report: &Report) -> String {
     out.push_str(&table.left_last().render());
     out.push_str("needed: worst-case bound, including rounding, divided by 448\n\n");
     for note in audit.notes.iter().cloned().chain(unjudged(audit)) {
-        out.push_str(&wrapped(&note, "", 118));
+        out.push_str(&wrapped(&note, ""));
     }
     let mend = audit.mend(&report.folder);
     if !mend.is_empty() {

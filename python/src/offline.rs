@@ -202,8 +202,8 @@ impl StressArguments {
                 Err(Error::argument(format_args!("path needs a checkpoint as its model, and {name} has no weights")))
             }
             ModelSource::Config(spec) => StressModel::synthetic(&spec, self.seed),
-            ModelSource::Checkpoint(_) => {
-                let first = [PathBuf::from(name)];
+            ModelSource::Checkpoint(first) => {
+                let first = [first.path().to_owned()];
                 StressModel::open_path(&first.iter().chain(&self.path).collect::<Vec<_>>())
             }
         }

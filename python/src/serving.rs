@@ -6,7 +6,7 @@ use crate::threads::detached;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
-use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
+use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module, local_path};
 use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
@@ -62,7 +62,7 @@ pub fn verify(
 ) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
-        let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
+        let own = || Engine::of_export(&local_path(&folder)).unwrap_or(Engine::Vllm);
         let mut engines = vec![first.unwrap_or_else(own)];
         if first.is_none() {
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);

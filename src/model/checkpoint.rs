@@ -113,6 +113,11 @@ impl Checkpoint {
         Self::new(path, parsed, open_held(weights, path.to_owned())?)
     }
 
+    /// Gives it another name than that of its folder.
+    pub(super) fn set_name(&mut self, name: &str) {
+        name.clone_into(&mut self.config.spec.name);
+    }
+
     fn new(path: &Path, config: Config, (shards, tensors): Opened) -> Result<Self> {
         let mut checkpoint = Self { path: path.to_owned(), config, shards, tensors };
         checkpoint.config.spec.prefix = checkpoint.find_prefix()?.to_owned();

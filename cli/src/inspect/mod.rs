@@ -97,5 +97,5 @@ fn table(inspection: &Inspection) -> String {
     }
     let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?)));
     out.push_str(&centers::table(Options::default().centers.k, rows));
-    out + "\n" + &wrapped(page::BOUNDS, "", 118)
+    out + "\n" + &wrapped(page::BOUNDS, "")
 }

@@ -146,7 +146,7 @@ fn table(results: &Results) -> String {
          of auto-c is the largest of all layers at the end, which is 1 again after an overflow.",
         "Rows of quantile have kappa 1. The weights do not move: a transient is what the other scenarios are for.",
     ] {
-        out.push_str(&wrapped(remark, "- ", 118));
+        out.push_str(&wrapped(remark, "- "));
     }
     out
 }
