@@ -26,7 +26,7 @@ mod named;
 mod numbers;
 mod output;
 pub mod pages;
-mod progress;
+pub mod progress;
 mod shell;
 mod stress;
 mod svg;

@@ -38,6 +38,27 @@ pub fn bar(total: usize, counter: &str, message: &str) -> ProgressBar {
     bar
 }
 
+/// A bar of a caller that counts its own steps, for other faces of the same work. It goes with its value.
+pub struct Bar(ProgressBar);
+
+impl Bar {
+    /// A bar of so many steps of what is made.
+    pub fn new(total: usize, what: &str) -> Self {
+        Self(bar(total, "{msg}: {pos}/{len}", what))
+    }
+
+    /// So many steps are done.
+    pub fn at(&self, done: usize) {
+        self.0.set_position(done as u64);
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
 /// The time left, once a step has been timed.
 fn left(state: &ProgressState, out: &mut dyn std::fmt::Write) {
     if state.pos() > 0 && state.len().is_some() {

@@ -218,3 +218,18 @@ fn the_library_reads_what_it_wrote() {
     let diagnosis = Diagnosis::new(run, &records, Default::default()).unwrap();
     assert_eq!((diagnosis.first.unwrap().raised, diagnosis.loss_shows), (520, Some(704)));
 }
+
+/// What a trainer leaves: its record, or its checkpoints in the order of their steps.
+#[test]
+fn the_output_folder_of_a_trainer_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    for (step, place) in [(20, "checkpoint-20"), (3, "checkpoint-3")] {
+        let (_keep, copy) = copy_of_tiny_llama();
+        std::fs::rename(&copy, folder.path().join(place)).unwrap();
+        assert!(folder.path().join(format!("checkpoint-{step}")).exists());
+    }
+    let found = json(&["diagnose", text(folder.path()), "--json"]);
+    assert_eq!((&found["source"], &found["first_step"], &found["last_step"]), (&"checkpoints".into(), &3.into(), &20.into()));
+    record(&folder.path().join("run.jsonl"), false);
+    assert_eq!(json(&["diagnose", text(folder.path()), "--json"])["source"], "lab");
+}

@@ -64,7 +64,7 @@ pub fn diagnose(
     lr: Option<f64>,
     thresholds: String,
 ) -> PyResult<(String, String)> {
-    detached(py, move |stop| {
+    detached(py, "diagnose", move |stop| {
         let options = options(&thresholds)?;
         let found = record.as_deref().and_then(in_output_folder);
         let (record, checkpoints) = match found {

@@ -13,7 +13,7 @@ use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::policy::PolicyConfig;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
-use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
+use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run_with_progress};
 use std::ffi::OsString;
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -93,6 +93,7 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
         ModelSource::Config(spec) => calibrate_config(&spec, &options),
         ModelSource::Checkpoint(checkpoint) => {
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
+            stop.expect(checkpoint.spec().layers.len());
             for layer in 0..checkpoint.spec().layers.len() {
                 stop.check()?;
                 calibration.layer(checkpoint.layer(layer)?)?;
@@ -104,7 +105,7 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
 
 #[pyfunction]
 pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> PyResult<String> {
-    detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
+    detached(py, "calibrate", move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
 /// The command, with the arguments that follow its name; returns its exit code. `plugins`: name, whether it would load, and what
@@ -119,7 +120,7 @@ pub fn command(py: Python<'_>, arguments: Vec<OsString>, plugins: Vec<(String, b
 /// JSON, and the page of the command line.
 #[pyfunction]
 pub fn inspect(py: Python<'_>, source: Source) -> PyResult<(String, String)> {
-    detached(py, move |stop| {
+    detached(py, "inspect", move |stop| {
         let profile = profile(source, Options::default(), stop)?;
         if profile.layers.is_none() {
             return Err(Error::argument(
@@ -213,7 +214,7 @@ impl StressArguments {
 /// As [`inspect`].
 #[pyfunction]
 pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<(String, String)> {
-    let result = detached(py, move |_| {
+    let result = detached(py, "stress", move |stop| {
         let scenario: Scenario = scenario.parse()?;
         if matches!(scenario, Scenario::Resume | Scenario::LrSpike) {
             return Err(Error::argument(format_args!("{} trains a model, which the command does", scenario.name())));
@@ -230,7 +231,11 @@ pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> P
             (Scenario::Replay, _, None) => Err(Error::argument("replay needs a trace")),
             (_, None, _) => Err(Error::argument(format_args!("{} needs a model", scenario.name()))),
             (_, _, Some(_)) => Err(Error::argument("a trace is for replay alone")),
-            (_, Some(name), None) => run(scenario, &arguments.open(name)?, &options),
+            (_, Some(name), None) => run_with_progress(scenario, &arguments.open(name)?, &options, |done| {
+                stop.expect(done.layers * done.steps);
+                // A run has no place to stop at.
+                let _ = stop.check();
+            }),
         }
     })?;
     let json = text(&result).map_err(|error| raise(py, &error))?;

@@ -45,9 +45,11 @@ pub fn export(
     context: Option<usize>,
     skip: Vec<String>,
 ) -> PyResult<String> {
-    detached(py, move |stop| {
+    detached(py, "export", move |stop| {
         let options = ExportOptions { engine: name.parse()?, per_head, copy, serving: options(context, &skip)? };
-        text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
+        let checkpoint = checkpoint(&model)?;
+        stop.expect(checkpoint.spec().layers.len());
+        text(&serving::export(&checkpoint, &to, &options, &mut || stop.check())?)
     })
 }
 
@@ -60,7 +62,7 @@ pub fn verify(
     context: Option<usize>,
     skip: Vec<String>,
 ) -> PyResult<Vec<(String, String)>> {
-    detached(py, move |stop| {
+    detached(py, "verify", move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
         let own = || Engine::of_export(&local_path(&folder)).unwrap_or(Engine::Vllm);
         let mut engines = vec![first.unwrap_or_else(own)];
@@ -68,8 +70,9 @@ pub fn verify(
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        let audits =
-            serving::verify(&*checkpoint(&folder)?, &engines, &options(context, &skip)?, &mut || stop.check())?;
+        let checkpoint = checkpoint(&folder)?;
+        stop.expect(checkpoint.spec().layers.len());
+        let audits = serving::verify(&checkpoint, &engines, &options(context, &skip)?, &mut || stop.check())?;
         audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
     })
 }

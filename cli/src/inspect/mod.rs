@@ -55,9 +55,9 @@ pub fn run(args: Args, made: &Made) -> Result<()> {
 }
 
 fn table(inspection: &Inspection) -> String {
-    let mut out = headline(&inspection.model);
-    out.push_str(&page::summary(inspection));
-    out.push_str("\n\n");
+    let mut out = wrapped(&headline(&inspection.model), "");
+    out.push_str(&wrapped(&page::summary(inspection), ""));
+    out.push('\n');
     let mut table = Table::new([
         "layer",
         "sigma min",
