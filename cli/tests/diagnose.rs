@@ -42,6 +42,8 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
     let page = std::fs::read_to_string(&page).unwrap();
     assert!(page.contains("layer 5, head 1 goes wrong first") && page.contains("Largest logit"));
     assert!(!page.contains("NaN") && !page.contains("<script"));
+    // The line is where the lead counts from.
+    assert!(page.contains("The vertical line is step 520"), "{page}");
     let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
     assert!(table.contains("ALARM: layer 5, head 1") && table.contains("184 steps after its first alarm"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 160), "{table}");

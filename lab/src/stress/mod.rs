@@ -55,7 +55,7 @@ pub use low_precision::{
 };
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};
-pub use metrics::{Quantiles, output_bias, sqnr_db};
+pub use metrics::{Quantiles, median, output_bias, sqnr_db};
 pub use model::StressModel;
 #[cfg(feature = "train")]
 pub(crate) use options::auto_c;

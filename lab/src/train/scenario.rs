@@ -4,7 +4,7 @@ use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
-use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow, auto_c};
+use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow, auto_c, median};
 use serde::Serialize;
 use sigmascale::attention::Delta;
 use sigmascale::bound::Tail;
@@ -188,7 +188,7 @@ pub struct TrainResult {
 pub struct Spread {
     /// Smallest.
     pub min: f64,
-    /// Middle one, the lower of two.
+    /// Median.
     pub median: f64,
     /// Largest.
     pub max: f64,
@@ -203,9 +203,8 @@ impl Spread {
     /// ```
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().filter(|x| x.is_finite()).collect();
-        values.sort_by(f64::total_cmp);
-        let (min, max) = (*values.first()?, *values.last()?);
-        Some(Self { min, median: values[(values.len() - 1) / 2], max })
+        let median = median(&mut values)?;
+        Some(Self { min: values[0], median, max: values[values.len() - 1] })
     }
 }
 
