@@ -7,7 +7,7 @@ use super::named::named;
 use super::numbers::{count, real};
 use super::output::OutputArgs;
 use super::progress;
-use super::table::{Table, range, short, wrapped};
+use super::table::{Table, largest, range, short, wrapped};
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{
     Calibration, ChosenC, Estimator, LayerProfile, Method, Options, Profile, calibrate_config,
@@ -109,7 +109,7 @@ pub fn run(args: Args) -> Result<()> {
             calibration.finish()
         }
     };
-    args.output.write(&profile, |profile| table(profile, &args.model))
+    args.output.write(&profile, |profile| table(profile, &args.model, args.output.most_rows()))
 }
 
 /// A probability, with what its ends mean.
@@ -125,13 +125,13 @@ const ISOTROPIC: &str =
     "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
 
 /// The readable form: what to do with the scales, the scales, what they rest on, and the paper's constants. `model` is the argument.
-fn table(profile: &Profile, model: &str) -> String {
+fn table(profile: &Profile, model: &str, most: usize) -> String {
     let mut out = wrapped(&super::model::headline(&profile.model), "");
     out.push('\n');
     match (&profile.method, &profile.layers) {
         (Some(method), Some(layers)) if method.c.is_some() => out.push_str(&as_paper(profile, method, layers)),
         (Some(method), Some(layers)) => {
-            out.push_str(&scales(profile, layers));
+            out.push_str(&scales(profile, layers, most));
             out.push_str(&basis(profile, method, layers));
         }
         _ => out.push_str(&wrapped("These are the paper's constants alone. Scales need weights: pass a checkpoint folder.", "")),
@@ -192,7 +192,7 @@ fn as_paper(profile: &Profile, method: &Method, layers: &[LayerProfile]) -> Stri
 }
 
 /// Descales and bounds of every layer, behind what to do with them.
-fn scales(profile: &Profile, layers: &[LayerProfile]) -> String {
+fn scales(profile: &Profile, layers: &[LayerProfile], most: usize) -> String {
     let mut out = wrapped(
         "Divide q, k and v by their descales before the cast to E4M3, and multiply by them afterwards (vLLM and SGLang call the \
          descale of k k_scale). Then no normalized input can overflow. min..max over the heads; --json has every head.",
@@ -211,7 +211,8 @@ fn scales(profile: &Profile, layers: &[LayerProfile]) -> String {
         "sigma_sum",
     ]);
     let cells = |row: &Option<Vec<Descale>>| range(row.iter().flatten().map(|descale| f64::from(descale.get())));
-    for layer in layers {
+    let (shown, others) = largest(layers, most, "logit bounds", |layer| Some(layer.logit_bound));
+    for layer in shown {
         table.row([
             layer.number.to_string(),
             cells(&layer.q_descale),
@@ -225,6 +226,7 @@ fn scales(profile: &Profile, layers: &[LayerProfile]) -> String {
         ]);
     }
     out.push_str(&table.render());
+    out.push_str(&others);
     if profile.model.mla.is_some() {
         out.push_str("These rows are those of the expanded form (prefill).\n\n");
         out.push_str(&mla::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?)))));

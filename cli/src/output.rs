@@ -1,6 +1,7 @@
 //! Where a result goes.
 
 use super::progress;
+use super::table::ROWS;
 use super::target::{check_not_of_model, check_not_read, place_of};
 use super::terminal;
 use clap::{Args, ValueEnum};
@@ -19,6 +20,9 @@ pub struct OutputArgs {
     /// Same as --format json
     #[arg(long, conflicts_with = "format")]
     json: bool,
+    /// Print every row of long tables
+    #[arg(long)]
+    all: bool,
     /// Write the result to FILE instead of stdout; - is stdout
     #[arg(short = 'o', long = "output", value_name = "FILE")]
     file: Option<PathBuf>,
@@ -66,6 +70,11 @@ impl OutputArgs {
             file.map_or(Ok(()), |file| check_not_read(option, file, read.iter().cloned()))?;
         }
         Ok(())
+    }
+
+    /// Rows of a table.
+    pub fn most_rows(&self) -> usize {
+        if self.all { usize::MAX } else { ROWS }
     }
 
     fn file(&self) -> Option<&Path> {

@@ -94,6 +94,23 @@ impl Table {
     }
 }
 
+/// Rows of a table, unless all are asked for: with what stands around them they fit a screen.
+pub const ROWS: usize = 24;
+
+/// The rows that a table shows, in their order: all, or the `most` with the largest value; and a line about the others.
+pub fn largest<'r, T>(rows: &'r [T], most: usize, of: &str, value: impl Fn(&T) -> Option<f64>) -> (Vec<&'r T>, String) {
+    if rows.len() <= most {
+        return (rows.iter().collect(), String::new());
+    }
+    let value = |place: &usize| value(&rows[*place]).unwrap_or(0.0);
+    let mut places: Vec<usize> = (0..rows.len()).collect();
+    places.sort_by(|a, b| value(b).total_cmp(&value(a)));
+    places.truncate(most);
+    places.sort_unstable();
+    let line = format!("{} more layers, with smaller {of} (--all prints them)\n", rows.len() - most);
+    (places.into_iter().map(|place| &rows[place]).collect(), line)
+}
+
 /// Words at the end of a row are not wrapped to less than this.
 const LEAST_WORDS: usize = 24;
 
@@ -189,6 +206,14 @@ mod tests {
         table.row(["1000".to_owned(), "2".to_owned()]);
         assert_eq!(table.within(None), "   a  long\n1000     2\n");
         assert_eq!(table.within(Some(10)), table.within(None));
+    }
+
+    #[test]
+    fn long_tables_show_the_largest_rows_in_their_order() {
+        let rows = [3.0, 9.0, 1.0, 8.0];
+        let (shown, line) = largest(&rows, 2, "bounds", |x| Some(*x));
+        assert_eq!((shown, line.as_str()), (vec![&9.0, &8.0], "2 more layers, with smaller bounds (--all prints them)\n"));
+        assert_eq!(largest(&rows, 4, "bounds", |x| Some(*x)), (rows.iter().collect(), String::new()));
     }
 
     #[test]

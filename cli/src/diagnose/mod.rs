@@ -14,9 +14,6 @@ use sigmascale_lab::diagnose::{Diagnosis, Options, RunVerdict, in_output_folder,
 use sigmascale_lab::history::{History, read_records};
 use std::path::{Path, PathBuf};
 
-/// Heads in the table of a terminal; JSON and the page have all.
-const SHOWN: usize = 12;
-
 /// Find the head that goes wrong first in a training run, and what to do
 ///
 /// Reads the record that sigmascale.torch.Monitor writes, or two or more checkpoints of one run. docs/diagnose.md
@@ -70,7 +67,7 @@ pub fn run(args: Args, made: &Made) -> Result<bool> {
     if let Some(file) = &args.html {
         write_file(file, page::render(&diagnosis, &history, made).as_bytes())?;
     }
-    args.output.write(&diagnosis, table)?;
+    args.output.write(&diagnosis, |diagnosis| table(diagnosis, args.output.most_rows()))?;
     Ok(diagnosis.verdict == RunVerdict::Calm)
 }
 
@@ -119,7 +116,7 @@ fn is_record(path: &Path) -> bool {
     !path.is_dir() && path.extension().is_none_or(|extension| extension != "safetensors")
 }
 
-fn table(diagnosis: &Diagnosis) -> String {
+fn table(diagnosis: &Diagnosis, most: usize) -> String {
     let mut out = wrapped(&sentences::headline(diagnosis), "");
     let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
     out.push_str(&toned(tone, &wrapped(&sentences::verdict(diagnosis), "")));
@@ -135,10 +132,10 @@ fn table(diagnosis: &Diagnosis) -> String {
         out.push('\n');
         let mut table = Table::new(sentences::HEADS);
         let heads = sentences::worst(diagnosis);
-        heads.iter().take(SHOWN).for_each(|head| table.row(sentences::head(head)));
+        heads.iter().take(most).for_each(|head| table.row(sentences::head(head)));
         out.push_str(&table.render());
-        if heads.len() > SHOWN {
-            out.push_str(&format!("{} more heads: --json or --html\n", heads.len() - SHOWN));
+        if heads.len() > most {
+            out.push_str(&format!("{} more heads (--all prints them)\n", heads.len() - most));
         }
         out.push_str(&wrapped(&sentences::legend(diagnosis), ""));
     }
