@@ -50,6 +50,9 @@ pub struct Args {
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
+    /// Count the model's soft-cap, for an attention that applies it (transformers' default, SDPA, does not)
+    #[arg(long)]
+    soft_cap: bool,
     /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
@@ -77,6 +80,7 @@ impl Args {
             granularity: self.granularity.unwrap_or_default(),
             estimator: self.estimator,
             as_paper: self.as_paper,
+            soft_cap: self.soft_cap,
             c: self.c,
             centers: self.centers.policy(),
             ..Options::default()
@@ -121,8 +125,8 @@ fn amount(delta: f64) -> String {
     }
 }
 
-const ISOTROPIC: &str =
-    "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
+const ISOTROPIC: &str = "WARNING: assumes isotropic tokens, so real text may exceed this bound, but never the worst-case bound. In docs/bounds.md \
+     it exceeded the theorem's bound without rotation, and neither the rank-aware bound nor the paper's form.";
 
 /// The readable form: what to do with the scales, the scales, what they rest on, and the paper's constants. `model` is the argument.
 fn table(profile: &Profile, model: &str, most: usize) -> String {
@@ -134,7 +138,10 @@ fn table(profile: &Profile, model: &str, most: usize) -> String {
             out.push_str(&scales(profile, layers, most));
             out.push_str(&basis(profile, method, layers));
         }
-        _ => out.push_str(&wrapped("These are the paper's constants alone. Scales need weights: pass a checkpoint folder.", "")),
+        _ => out.push_str(&wrapped(
+            "These are the paper's constants alone. Scales need weights: pass a checkpoint folder.",
+            "",
+        )),
     }
     out.push('\n');
     out.push_str(&constants(profile));
@@ -259,6 +266,9 @@ fn basis(profile: &Profile, method: &Method, layers: &[LayerProfile]) -> String 
             "for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
         ));
     }
+    if let Some(cap) = method.soft_cap {
+        say(&format!("for an attention that caps its logits at {cap}"));
+    }
     if let Some(limit) = method.layer_norm_mean_limit {
         say(&format!(
             "LayerNorm: holds for tokens with |mean| <= {limit} sqrt(variance + epsilon); beyond it, f32 loses the mean"
@@ -267,7 +277,7 @@ fn basis(profile: &Profile, method: &Method, layers: &[LayerProfile]) -> String 
     if profile.model.fp8_inputs {
         say("FP8 weights: the rounding of E4M3 inputs to the projections is included");
     }
-    if method.estimator == Estimator::Power {
+    if method.estimator != Estimator::Gram {
         say("sigma is estimated from below by power iteration; --estimator gram is exact");
         if !method.rotation {
             say("rotation is ignored: RoPE can raise logits above this bound; --estimator gram includes it");

@@ -9,6 +9,7 @@
 
 #![warn(missing_docs)]
 
+mod annotations;
 #[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
@@ -86,7 +87,9 @@ struct FailureFacts {
 
 /// Says what went wrong on stderr, as JSON where the result would have been JSON.
 fn report(kind: &'static str, message: String, exit_code: u8, json: bool) -> u8 {
-    let line = match json.then(|| serde_json::to_string(&Failure { error: FailureFacts { kind, message: message.clone(), exit_code } })) {
+    let line = match json
+        .then(|| serde_json::to_string(&Failure { error: FailureFacts { kind, message: message.clone(), exit_code } }))
+    {
         Some(Ok(line)) => line,
         _ => format!("error: {}", output::printable(&message)),
     };

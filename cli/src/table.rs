@@ -20,6 +20,12 @@ impl Table {
         self.rows.push(cells.to_vec());
     }
 
+    /// The table with one more row.
+    pub fn with<const N: usize>(mut self, cells: [String; N]) -> Self {
+        self.row(cells);
+        self
+    }
+
     /// The first column holds words: aligned to the left.
     pub fn left(mut self) -> Self {
         self.left = true;
@@ -212,7 +218,10 @@ mod tests {
     fn long_tables_show_the_largest_rows_in_their_order() {
         let rows = [3.0, 9.0, 1.0, 8.0];
         let (shown, line) = largest(&rows, 2, "bounds", |x| Some(*x));
-        assert_eq!((shown, line.as_str()), (vec![&9.0, &8.0], "2 more layers, with smaller bounds (--all prints them)\n"));
+        assert_eq!(
+            (shown, line.as_str()),
+            (vec![&9.0, &8.0], "2 more layers, with smaller bounds (--all prints them)\n")
+        );
         assert_eq!(largest(&rows, 4, "bounds", |x| Some(*x)), (rows.iter().collect(), String::new()));
     }
 
@@ -225,9 +234,6 @@ mod tests {
         assert_eq!(numbers.within(Some(20)).split("\n\n").count(), 2);
         let mut words = Table::new(["layer", "why"]).left_last();
         words.row(["3".to_owned(), "a reason that is longer than the line".to_owned()]);
-        assert_eq!(
-            words.within(Some(32)),
-            "layer  why\n    3  a reason that is longer\n       than the line\n"
-        );
+        assert_eq!(words.within(Some(32)), "layer  why\n    3  a reason that is longer\n       than the line\n");
     }
 }

@@ -231,7 +231,10 @@ fn the_output_folder_of_a_trainer_is_read() {
         assert!(folder.path().join(format!("checkpoint-{step}")).exists());
     }
     let found = json(&["diagnose", text(folder.path()), "--json"]);
-    assert_eq!((&found["source"], &found["first_step"], &found["last_step"]), (&"checkpoints".into(), &3.into(), &20.into()));
+    assert_eq!(
+        (&found["source"], &found["first_step"], &found["last_step"]),
+        (&"checkpoints".into(), &3.into(), &20.into())
+    );
     record(&folder.path().join("run.jsonl"), false);
     assert_eq!(json(&["diagnose", text(folder.path()), "--json"])["source"], "lab");
 }

@@ -50,7 +50,10 @@ fn unknown_names() {
     let line = refused("nothing-like-it");
     assert!(!line.contains("nearest") && line.contains("gpt2-xl"), "{line}");
     let line = refused("mistralai/Mistral-7B-v0.1");
-    assert!(line.contains("`hf download mistralai/Mistral-7B-v0.1`") && line.contains("preset of its config: mistral-7b"), "{line}");
+    assert!(
+        line.contains("`hf download mistralai/Mistral-7B-v0.1`") && line.contains("preset of its config: mistral-7b"),
+        "{line}"
+    );
     let line = refused("Qwen/Qwen2.5-0.5B");
     assert!(line.contains("`hf download Qwen/Qwen2.5-0.5B`") && !line.contains("preset"), "another size: {line}");
     let line = refused("/no/such/folder");
@@ -233,7 +236,8 @@ fn errors_are_json_where_results_are() {
         (&["inspect", "--json", "--no-such-option"], "usage", 2),
     ] {
         let (exit, log) = failure(args);
-        let found: serde_json::Value = serde_json::from_str(&log).unwrap_or_else(|error| panic!("{args:?}: {error}: {log}"));
+        let found: serde_json::Value =
+            serde_json::from_str(&log).unwrap_or_else(|error| panic!("{args:?}: {error}: {log}"));
         let error = &found["error"];
         assert_eq!((&error["kind"], &error["exit_code"], exit), (&kind.into(), &code.into(), code), "{log}");
         assert!(error["message"].as_str().is_some_and(|message| message.len() > 10), "{log}");
@@ -265,7 +269,8 @@ fn a_model_id_is_looked_up_in_the_cache_of_the_hub() {
     }
     let run = |args: &[&str]| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
-        let output = command.args(args).current_dir(home.path()).env("HF_HOME", home.path()).env_remove("HF_HUB_CACHE").output();
+        let output =
+            command.args(args).current_dir(home.path()).env("HF_HOME", home.path()).env_remove("HF_HUB_CACHE").output();
         let output = output.unwrap();
         let log = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{args:?}: {log}");
@@ -280,7 +285,8 @@ fn a_model_id_is_looked_up_in_the_cache_of_the_hub() {
     let shard = home.path().join("served").join(SHARDS[0]);
     assert!(std::fs::symlink_metadata(&shard).unwrap().is_file());
     assert_eq!(run(&["verify", "served", "--json"])["safe"], true);
-    let args = ["stress", "checkpoint-load", "--model", "owner/tiny-llama", "--layers", "1", "--seq-len", "16", "--json"];
+    let args =
+        ["stress", "checkpoint-load", "--model", "owner/tiny-llama", "--layers", "1", "--seq-len", "16", "--json"];
     assert_eq!(run(&args)["model_layers"], 1);
 }
 
@@ -303,7 +309,10 @@ fn logs_are_asked_for_and_forbidden() {
         &["verify", TINY_LLAMA],
     ] {
         let said = log(&[args, &["-v"]].concat());
-        assert!(said.contains("done seconds=") && said.contains("opened") == args.contains(&TINY_LLAMA), "{args:?}: {said}");
+        assert!(
+            said.contains("done seconds=") && said.contains("opened") == args.contains(&TINY_LLAMA),
+            "{args:?}: {said}"
+        );
     }
     assert!(log(&["families", "-o", text(&file)]).starts_with("wrote "));
     assert_eq!(log(&["families", "-q", "-o", text(&file)]), "");

@@ -14,7 +14,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Runs `work`, which may make any device current; the one before is so again behind it.
+/// Runs `work`, which may make any device current; the one before is current again after it.
 pub fn on_device<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let done = py.detach(|| {
         let _current = KeepCurrent::new();
@@ -133,7 +133,8 @@ pub fn detached<T: Send + 'static>(
                 // PyO3 makes an exception of it.
                 Ok(Err(panic)) => resume_unwind(panic),
                 Err(RecvTimeoutError::Timeout) => {
-                    Python::attach(|py| py.check_signals()).inspect_err(|_| stop.gone.store(true, Ordering::Relaxed))?;
+                    Python::attach(|py| py.check_signals())
+                        .inspect_err(|_| stop.gone.store(true, Ordering::Relaxed))?;
                     stop.show(&mut bar, what, since);
                 }
                 Err(RecvTimeoutError::Disconnected) => {

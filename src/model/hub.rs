@@ -28,7 +28,8 @@ pub(super) fn cache() -> Option<PathBuf> {
 pub(super) fn snapshot(cache: &Path, id: &str) -> Option<PathBuf> {
     let model = cache.join(format!("models--{}", id.replace('/', "--")));
     let snapshots = model.join("snapshots");
-    let main = std::fs::read_to_string(model.join("refs").join("main")).ok().map(|commit| snapshots.join(commit.trim()));
+    let main =
+        std::fs::read_to_string(model.join("refs").join("main")).ok().map(|commit| snapshots.join(commit.trim()));
     let only = || {
         let mut found = std::fs::read_dir(&snapshots).ok()?.flatten().map(|entry| entry.path());
         found.next().filter(|_| found.next().is_none())

@@ -74,7 +74,8 @@ fn unknown(argument: &str) -> String {
     let known = preset_names().collect::<Vec<_>>().join(", ");
     if let Some(name) = hub::name(argument) {
         let same: Vec<&str> = preset_names().filter(|preset| is_of_config(preset, name)).collect();
-        let presets = if same.is_empty() { String::new() } else { format!("; preset of its config: {}", same.join(", ")) };
+        let presets =
+            if same.is_empty() { String::new() } else { format!("; preset of its config: {}", same.join(", ")) };
         let place = hub::cache().map_or_else(|| "HF_HOME is not set".to_owned(), |cache| cache.display().to_string());
         return format!(
             "no such path. It looks like a model id of the Hugging Face hub and is not in its cache ({place}): download it with \

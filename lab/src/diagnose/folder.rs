@@ -16,10 +16,8 @@ pub fn in_output_folder(folder: &Path) -> Option<Vec<PathBuf>> {
     if let Some(record) = named.or(records.first().filter(|_| records.len() == 1)) {
         return Some(vec![record.to_path_buf()]);
     }
-    let mut checkpoints: Vec<PathBuf> = entries
-        .into_iter()
-        .filter(|path| path.join("config.json").is_file() && step_of(path) != u64::MAX)
-        .collect();
+    let mut checkpoints: Vec<PathBuf> =
+        entries.into_iter().filter(|path| path.join("config.json").is_file() && step_of(path) != u64::MAX).collect();
     checkpoints.sort_by_key(|path| step_of(path));
     (!checkpoints.is_empty()).then_some(checkpoints)
 }

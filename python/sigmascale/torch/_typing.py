@@ -15,6 +15,8 @@ PolicyName: TypeAlias = _types.Policy
 # A policy by its name, or with parameters.
 Policy: TypeAlias = PolicyName | AutoC | DelayedPaper | DelayedTe
 Bound: TypeAlias = Literal["worst-case"]
+# Where the norms of logit bounds come from.
+Estimator: TypeAlias = Literal["gram", "power", "power-summed"]
 Backend: TypeAlias = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 Fallback: TypeAlias = Literal["bf16"] | None
 # How the backward computes dQ, where not as usual.
@@ -28,6 +30,8 @@ Plan: TypeAlias = LayerPlan | Sequence[torch.Tensor]
 Kernels: TypeAlias = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]
 # Cosines and sines of a rotation.
 Rotation: TypeAlias = Rope | tuple[torch.Tensor, torch.Tensor]
+# What is subtracted from keys and values of each KV head.
+Centers: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
 # What a training loop measures.
 Number: TypeAlias = float | torch.Tensor
 Event: TypeAlias = Mapping[str, Any]
