@@ -160,9 +160,9 @@ def _center(module, rows, config):
     from vllm.model_executor.layers.attention import Attention
 
     global _forward
-    rows = torch.tensor(rows or [[0.0] * module.head_size] * module.num_kv_heads, dtype=torch.float32)
+    rows = rows or [[0.0] * module.head_size] * module.num_kv_heads
     if module._sigmascale_center is not None:
-        write(module._sigmascale_center, rows.flatten().tolist())
+        write(module._sigmascale_center, [value for row in rows for value in row])
         return
     if _forward is None:
         _forward, Attention.forward = Attention.forward, _centered
@@ -170,7 +170,7 @@ def _center(module, rows, config):
     config.additional_config["sigmascale"] = "centered keys"
     # Written again after a reload, in whatever mode that is.
     with torch.inference_mode(False):
-        module._sigmascale_center = rows.to(module._k_scale.device)
+        module._sigmascale_center = torch.tensor(rows, dtype=torch.float32, device=module._k_scale.device)
 
 
 _forward = None
