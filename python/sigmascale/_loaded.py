@@ -37,7 +37,7 @@ class Loaded:
             _restore_rotation(holder)
         places = json.loads(ScaleStream(self._config)._native.places())
         self._prefix = places["prefixes"][0]
-        # Attention modules with the layer of each; what stands in front of the checkpoint's names here, and other names of modules.
+        # Attention modules with the layer of each; the prefix of the checkpoint's names here, and other names of modules.
         self.layers, self.indices, self._paths, bases = {}, {}, {}, set()
         for name, module in attention.items():
             found = _layer_of(name, places["layers"])
@@ -246,7 +246,7 @@ def _numbers(layer):
 
 
 def _layer_of(name, layers):
-    """The layer of an attention module: with what stands in front of its name, and the name of the module that holds its projections."""
+    """The layer of an attention module: with the prefix of its name, and the name of the module that holds its projections."""
     above = [name[:end] for end, sign in enumerate(name) if sign == "."]
     # Some models call the module that holds a layer's attention otherwise, or have none.
     for renamed in (str, lambda module: module.replace("self_attn", "attn"), lambda module: module.removesuffix(".self_attn")):
@@ -490,7 +490,7 @@ class Followed:
             self.leave(_of(error))
             return
         if any(layer["v"] is None for layer in scales.values()):
-            self.leave("its values have no bound: no norm stands in front of their projection")
+            self.leave("its values have no bound: no norm precedes their projection")
             return
         missing = 0 if self.values else len(self.modules) - len(scales)
         if missing:

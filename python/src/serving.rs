@@ -2,7 +2,7 @@
 
 use crate::cpu_scales::bytes_at;
 use crate::errors::raise;
-use crate::threads::detached;
+use crate::threads::{beside, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
@@ -31,7 +31,7 @@ fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
 
 /// Options of the server.
 fn options(context: Option<usize>, skip: &[String]) -> Result<Serving> {
-    Ok(Serving { context, skip: SkipLayers::parse(skip)? })
+    Ok(Serving { context, skip: SkipLayers::parse(skip)?, ..Serving::default() })
 }
 
 #[pyfunction]
@@ -60,6 +60,7 @@ pub fn verify(
     name: Option<String>,
     context: Option<usize>,
     skip: Vec<String>,
+    kv: String,
 ) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
@@ -69,8 +70,8 @@ pub fn verify(
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        let audits =
-            serving::verify(&*checkpoint(&folder)?, &engines, &options(context, &skip)?, &mut || stop.check())?;
+        let serving = Serving { kv: kv.parse()?, ..options(context, &skip)? };
+        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &serving, &mut || stop.check())?;
         audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
     })
 }
@@ -195,7 +196,8 @@ impl ScaleStream {
             let family = stream.spec().family.clone();
             text(&done.iter().map(|layer| Described::new(&family, layer)).collect::<Result<Vec<_>>>()?)
         };
-        py.detach(work).map_err(|error| raise(py, &error))
+        // Not on the global pool, whose threads a child of `fork` does not have.
+        beside(py, work)
     }
 
     /// Why the scale engine of a device cannot compute this model's descales; None if it can.

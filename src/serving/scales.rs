@@ -133,7 +133,7 @@ impl LayerScales {
         }
     }
 
-    /// What is stored for an operand: the largest of the heads, or with `per_head` one entry a head (q: a query head), rounded up
+    /// What is stored for an operand: the largest of the heads, or with `per_head` one entry per head (q: a query head), rounded up
     /// to BF16, and above 1.0 where that would be it.
     ///
     /// # Errors

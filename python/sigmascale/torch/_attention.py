@@ -17,13 +17,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope
+from . import _backends, _calls, _centers, _fallback, _masks, _measured, _ops, _rope
 from ._e4m3 import E4M3, dequantised
 from ._plan import LayerPlan
 from ._terms import FP8_DQ, NOTHING, OPERANDS, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
-    from ._typing import Backend, Fallback, Gradients, Plan, Rotation
+    from ._typing import Backend, Centers, Fallback, Gradients, Plan, Rotation
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -48,6 +48,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -69,6 +71,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -89,6 +93,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -111,11 +117,22 @@ def attention(
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
     where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
 
+    ``centers``: ``(c, m)``, f32 ``(n_kv_heads, d)`` or None for each: what is subtracted from k, after its rotation, and from v
+    before their cast. The result is the same for any values (c is invisible to softmax, m is added to the output) but for
+    rounding errors, which are those of ``k - c`` and ``v - m``. By default the plan's. The descales are those of what is cast:
+    those of a plan with centers cover it. All parts of a sequence that share a cache need one c. Not with sinks, and c not with a
+    soft-cap.
+
     ``gradients``: how the backward computes dQ, of the two below or as usual. ``"fp8-dq"``: by a product in FP8, for heads
     of at most 128 on a GPU. A step is about 3 % faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's
     descale is far above what V needs. ``"unrounded-delta"``: from the output before its rounding to bfloat16. The forward
     keeps what the rounding took (2 bytes more per element of the output from forward to backward). The error of delta, which
     has one sign where row maxima repeat and made trainings diverge, is gone then. ``plan.unrounded_delta`` sets it for a layer.
+
+    ``logits="e4m3"``: logits are rounded to E4M3 by the plan's logit descales on their way into the softmax, as in the
+    spectral-bounds paper; gradients pass through unchanged. ``plan`` is that of a policy with logit bounds, or four descales, the
+    fourth f32 ``(n_q_heads,)``. Overflow is counted in ``runtime.stats()``. On a GPU inference runs in this package's kernel,
+    and calls with gradients in plain PyTorch, which is slow. By default the plan's ``logits``.
 
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
@@ -137,7 +154,8 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
         rope=rope,
-        how=How(backend, accumulator, fallback, gradients),
+        centers=centers,
+        how=How(backend, accumulator, fallback, gradients, logits),
     )
     out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
@@ -151,8 +169,11 @@ class How:
     accumulator: str | None = None
     fallback: str | None = None
     gradients: str | None = None
+    logits: str | None = None
 
     def __post_init__(self):
+        if self.logits not in (None, "e4m3"):
+            raise ArgumentError(f"logits {self.logits!r} must be 'e4m3' or None")
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
@@ -182,6 +203,8 @@ class _Resolved:
     # Whose call it is, and whether it may run in BF16 where that is faster: not where statistics are planned from.
     label: torch.Tensor | None = None
     may_be_bf16: bool = False
+    # Descales of E4M3 logits, or None.
+    logit_descale: torch.Tensor | None = None
 
     def rows(self, batch):
         """Descales ``(batch, n_kv)``."""
@@ -204,6 +227,7 @@ def attend(
     dropout=0.0,
     return_lse=False,
     rope=None,
+    centers=None,
     how=How(),
 ):
     """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's
@@ -229,6 +253,7 @@ def attend(
     # Operands that are E4M3 already have no dQ.
     keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
+    k_center, v_center = centers_of(centers, q, k, v, plan, softcap, sinks)
     terms = Terms(
         causal=causal,
         scale=call.scale,
@@ -236,9 +261,12 @@ def attend(
         window_right=right,
         soft_cap=_softcap(softcap),
         sinks=sinks,
+        k_center=k_center,
+        v_center=v_center,
         accumulator=accumulator,
         keeps=keeps,
         sequences=sequences,
+        logit_descale=call.logit_descale,
     )
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
     if reason is None and mask is not None:
@@ -251,9 +279,13 @@ def attend(
         reason = _refusal(q, v, calls[0], call)
     if rope is not None:
         rope = _rope.checked(rope, q, k)
-        if reason is not None or not _turns_in_cast(q, k, v, terms, call):
+        if reason is not None or not _turns_in_cast(q, k, v, terms, call, return_lse):
             (q, k), rope = _rope.turned(rope, q, k), None
     refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
+    if refused and call.logit_descale is not None:
+        raise UnsupportedError(
+            f"logits='e4m3' is for this package's attention, and this call is not for it: {reason}. Leave it out"
+        )
     if refused and unrounded:
         raise UnsupportedError(
             f"gradients={UNROUNDED_DELTA!r} is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels "
@@ -265,7 +297,7 @@ def attend(
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
-        parts = [_call(q, k, v, each, call, rope) for each in calls]
+        parts = [_call(q, k, v, each, call, rope, return_lse) for each in calls]
         if len(parts) == 1:
             return parts[0]
         # Calls of one mask share no rows, and those of the others are zero.
@@ -278,6 +310,7 @@ def attend(
     _calls.count_plain(call.label, reason, say=refused)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
+        k, v = _centers.restored(k, v, terms)
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
 
 
@@ -324,8 +357,9 @@ def _sinks(sinks, q):
 def _refusal(q, v, terms, call):
     """Why no FP8 kernel takes the call, or None."""
     if call.backend in _backends.LIBRARIES and not (terms.dense and q.shape[3] == v.shape[3]):
-        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks and padding"
-    if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
+        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks, centers and padding"
+    may_leave = call.fallback is not None and call.logit_descale is None
+    if may_leave and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
         return f"no FP8 kernel takes d_head {q.shape[3]} here"
     return None
 
@@ -335,14 +369,24 @@ def _saves(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _turns_in_cast(q, k, v, terms, call):
-    """Whether the kernels' cast can turn q and k: nobody else sees them before."""
+def _turns_in_cast(q, k, v, terms, call, return_lse):
+    """Whether the kernels' cast can rotate q and k: nothing else reads them before it."""
+    if return_lse and terms.k_center is not None:
+        return False
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
         return False
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
 
-def _call(q, k, v, terms, call, rope=None):
+def centers_of(centers, q, k, v, plan, softcap, sinks):
+    """c and m of a call: those that are given, else those of the plan where they are exact, which its descales cover either way."""
+    if centers is not None or not isinstance(plan, LayerPlan):
+        return _centers.checked(centers, q, k, v, softcap, sinks)
+    c, m = plan.centers
+    return None if softcap or sinks is not None else c, None if sinks is not None else m
+
+
+def _call(q, k, v, terms, call, rope=None, return_lse=False):
     """One call of the operator. ``rope``: the cast turns q and k."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
     if len(descales) == 3:
@@ -350,7 +394,7 @@ def _call(q, k, v, terms, call, rope=None):
     if rope is not None and terms.keeps != NOTHING:
         q, k = _rope.turned_back(rope, q, k)
     out, lse, *_ = _ops.run(q, k, v, descales, terms, call.backend, call.label, call.words, rope)
-    return out, lse
+    return out, _centers.model_lse(lse, q, descales[0], terms) if return_lse else lse
 
 
 def resolve(q, k, v, plan, softmax_scale, how, keys):
@@ -378,7 +422,19 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
         words, scale = None if exporting else plan.reported, plan.softmax_scale
         label = None if exporting else plan.label
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
+        logit_descale = plan.logit_descale if how.logits or plan.logits else None
+        if logit_descale is None and (how.logits or plan.logits):
+            raise UnsupportedError(
+                f"the plan of {plan.name} has no descales of logits: attach with logits='e4m3', or with another policy than "
+                f"{runtime.policy!r}"
+            )
     else:
+        logit_descale = None
+        if how.logits and isinstance(plan, Sequence | torch.Tensor) and len(plan) == 4:
+            *plan, logit_descale = plan
+            logit_descale = _logit_row(logit_descale, q)
+        elif how.logits:
+            raise TypeError("logits='e4m3' needs a layer of a Runtime or four descales: of q, k, v and the logits")
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
             raise TypeError(
                 f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, "
@@ -403,8 +459,17 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
             f"gradients='fp8-dq' is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer"
         )
     # The descales of a plan alone say where the call would be counted.
-    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers
-    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16)
+    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers and logit_descale is None
+    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16, logit_descale)
+
+
+def _logit_row(descale, q):
+    fits = isinstance(descale, torch.Tensor) and descale.dtype == torch.float32 and descale.device == q.device
+    if not fits or descale.shape != (q.shape[2],):
+        raise MismatchError(
+            f"the descales of logits must be float32 ({q.shape[2]},) on {q.device}, one for each query head"
+        )
+    return descale.contiguous()
 
 
 def typed(out, q):
@@ -455,7 +520,7 @@ def check(q, k, v, sequences=None):
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(
-                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry a sequence, on {q.device} is needed"
+                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry per sequence, on {q.device} is needed"
             )
 
 

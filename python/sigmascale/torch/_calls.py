@@ -12,6 +12,8 @@ import warnings
 
 import torch
 
+from . import _centers
+
 # No layer: descales that were given, and exported programs.
 NONE = -1
 _NUMBERS = itertools.count()
@@ -38,7 +40,7 @@ def label(layer, device):
 
 
 def layer_of(label):
-    """The number behind a label, :data:`NONE` without one."""
+    """The number of a label, :data:`NONE` without one."""
     return NONE if label is None else label.shape[0] - 2
 
 
@@ -85,7 +87,7 @@ def unobserve_backwards(observers):
 
 
 def ran(label, name, reason, *call):
-    """Adds a call that ``name`` ran, and tells who looks at the layer's calls of it."""
+    """Counts a call that ``name`` ran, and notifies observers of the layer's calls."""
     layer = layer_of(label)
     _count(layer, name, reason)
     if call and _OBSERVERS:
@@ -103,6 +105,8 @@ def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
     if observer is not None:
         out = out if residual is None else out.float() + residual.float()
+        # Of one kind with the operands.
+        out = _centers.joined(out, lse, terms, -1)
         observer(grad, operands, descales, out, terms)
 
 

@@ -138,7 +138,7 @@ def ring_attention(
         raise ArgumentError(
             f"{q.shape[1]} queries are no two chunks: shard_sequence(..., zigzag=True) gives an even number"
         )
-    return _Ring.apply(q, k, v, call, bool(causal))
+    return call.joined(_Ring.apply(q, *call.centered(k, v), call, bool(causal)))
 
 
 def ulysses_attention(
@@ -162,7 +162,7 @@ def ulysses_attention(
         raise UnsupportedError(
             f"{call.ranks} ranks do not share {n_q} query and {n_kv} KV heads evenly: use ring_attention, or fewer ranks"
         )
-    return _Ulysses.apply(q, k, v, call, bool(causal))
+    return call.joined(_Ulysses.apply(q, *call.centered(k, v), call, bool(causal)))
 
 
 class _Call:
@@ -192,7 +192,19 @@ class _Call:
                     f"{plan.positions}"
                 )
         self.words, self.scale, self.descales = known.words, known.scale, known.rows(q.shape[0])[:3]
+        self._c, self._m = _attention.centers_of(None, q, k, v, plan, None, None)
         self.forward, self.backward = kernels or _kernels(q)
+
+    def centered(self, k, v):
+        """Keys and values without the plan's centers; all ranks have the same."""
+        k = k if self._c is None else k.float() - self._c
+        return k, v if self._m is None else v.float() - self._m
+
+    def joined(self, out):
+        """The output with m, once, behind the merge."""
+        if self._m is None:
+            return out
+        return (out.float() + self._m.repeat_interleave(out.shape[2] // self._m.shape[0], dim=0)).to(out.dtype)
 
     def cast(self, q, k, v):
         """q, k and v in E4M3, with their statistics."""
@@ -321,7 +333,7 @@ class _Ulysses(torch.autograd.Function):
         grad = _to_heads(grad.to(torch.bfloat16), call)
         own, operands = (q_descale, k_descale, v_descale), [x.view(_e4m3.E4M3) for x in operands]
         grads = call.backward(grad, *operands, own, out, lse, ctx.causal, call.scale)
-        # Repeated heads lie on several ranks: they are summed behind the exchange, in f32.
+        # Repeated heads lie on several ranks: they are summed after the exchange, in f32.
         q_grad, k_grad, v_grad = (_to_sequence(g.float(), call) for g in grads)
         k_grad, v_grad = (g.unflatten(2, (-1, ctx.repeat)).sum(dim=3) for g in (k_grad, v_grad))
         return (*(g.to(kind) for g, kind in zip((q_grad, k_grad, v_grad), ctx.types)), None, None)

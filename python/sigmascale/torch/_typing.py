@@ -15,6 +15,8 @@ PolicyName = _types.Policy
 # A policy by its name, or with parameters.
 Policy = PolicyName | AutoC | DelayedPaper | DelayedTe
 Bound = Literal["worst-case"]
+# Where the norms of logit bounds come from.
+Estimator = Literal["gram", "power", "power-summed"]
 Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 Fallback = Literal["bf16"] | None
 # How the backward computes dQ, where not as usual.
@@ -28,6 +30,8 @@ Plan = LayerPlan | Sequence[torch.Tensor]
 Kernels = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]
 # Cosines and sines of a rotation.
 Rotation = Rope | tuple[torch.Tensor, torch.Tensor]
+# What is subtracted from keys and values of each KV head.
+Centers = tuple[torch.Tensor | None, torch.Tensor | None]
 # What a training loop measures.
 Number = float | torch.Tensor
 Event = Mapping[str, Any]
