@@ -14,6 +14,7 @@ import sys
 import weakref
 
 from . import _loaded
+from ._errors import UnsupportedError
 from ._loaded import Followed, up_to_bf16
 from .rl import write
 
@@ -179,6 +180,8 @@ _forward = None
 def _centered(self, query, key, value, *args, **kwargs):
     center = self._sigmascale_center
     if center is not None and key is not None:
+        if key.dtype.itemsize == 1:
+            raise UnsupportedError("keys come to attention in FP8, so that no center can be subtracted: set SIGMASCALE_CENTER=off")
         # In f32, so that the difference is rounded once.
         key = (key.view(-1, *center.shape) - center).to(key.dtype)
     return _forward(self, query, key, value, *args, **kwargs)

@@ -179,6 +179,8 @@ def test_vllm_subtracts_centers_in_their_place(within, made, monkeypatch):
     keys = torch.tensor([[1.0, 2.0, 3.0, 255.0]] * 3).bfloat16()
     assert module(None, keys, None).flatten(1).tolist() == [[0.0, 4.0, 2.5, -1.0]] * 3
     assert other(None, keys, None) is keys and module(None, None, None) is None
+    with pytest.raises(sigmascale.UnsupportedError, match="SIGMASCALE_CENTER=off"):
+        module(None, keys.to(torch.float8_e4m3fn), None)
     for rows, left in [([[1.0, 0.0], [0.0, 0.0]], [0.0, 2.0, 3.0, 255.0]), (None, [1.0, 2.0, 3.0, 255.0])]:
         with within():
             vllm._center(module, rows, config)
