@@ -728,7 +728,15 @@ def served_magnitudes():
 
 def served_cache():
     rows, table = record("2026-11-28-served-cache-h100.csv"), []
-    ways = {"bf16": "BF16 cache", "fixed": "FP8, scales of 1.0", "plugin": "FP8, scales from the weights", "prefix": "FP8, scales from the weights, prefill in chunks of 256", "maxima": "FP8, exact maxima of this text"}
+    ways = {
+        "bf16": "BF16 cache",
+        "fixed": "FP8, scales of 1.0",
+        "calibrated": "FP8, maxima of other text",
+        "maxima": "FP8, maxima of this text",
+        "plugin": "FP8, scales from the weights",
+        "centered-fixed": "FP8, centered keys, scales of 1.0",
+        "centered": "FP8, centered keys, scales from the weights",
+    }
     for model in (model for model in SERVED if any(row["model"] == model for row in rows)):
         measured = {case: name for case, name in ways.items() if any((row["model"], row["case"]) == (model, case) for row in rows)}
         for place, (case, name) in enumerate(measured.items()):
