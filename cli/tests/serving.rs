@@ -990,7 +990,8 @@ mod streams {
         }
         stream.finish(false).unwrap();
         found.sort_by_key(|layer| layer.layer);
-        found
+        // A profile holds centers beside its scales.
+        found.into_iter().map(|layer| LayerScales { centered: None, ..layer }).collect()
     }
 
     /// The same bits as a calibration, in every family and order.

@@ -37,7 +37,7 @@ class Calibration(TypedDict, total=False):
     eta: float
     bound: Literal["worst-case", "rank-aware", "spectrum"]
     granularity: Literal["head", "layer"]
-    estimator: Literal["gram", "power"]
+    estimator: Literal["gram", "power", "power-summed"]
     as_paper: bool
     soft_cap: bool
     c: float | None

@@ -74,6 +74,7 @@ impl<'s> Calibration<'s> {
         let spectrum = match self.options.estimator {
             Estimator::Gram => GramEngine.layer(geometry)?,
             Estimator::Power => PowerEngine::new(&mut self.power).layer(geometry)?,
+            summed @ Estimator::PowerSummed => PowerEngine::new(&mut self.power).estimate(geometry, summed)?,
         };
         let bounds = LayerBounds::new(self.spec, geometry, &spectrum, &self.options.tail)?;
         let sigma = spectrum.heads.as_ref().map(|heads| heads.iter().map(|head| head.sigma).fold(0.0, f64::max));
@@ -96,7 +97,7 @@ impl<'s> Calibration<'s> {
     /// Latent attention: its logits have a bound of their own, not the norms of heads.
     fn mla_layer(&self, weights: LayerWeights<'_>) -> Result<LayerProfile> {
         let place = self.spec.place(weights.layer);
-        if self.options.as_paper || self.options.estimator == Estimator::Power {
+        if self.options.as_paper || self.options.estimator != Estimator::Gram {
             return Err(Error::unsupported(format_args!(
                 "{place}: the paper's sigma and its power iteration do not bound logits of latent attention (MLA): use estimator \
                  gram and the worst-case bound"
@@ -139,7 +140,7 @@ impl<'s> Calibration<'s> {
             ));
         }
         let sigma_sum = match self.options.estimator {
-            Estimator::Power => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
+            Estimator::Power | Estimator::PowerSummed => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
             Estimator::Gram => {
                 layer_channels(geometry)?;
                 summed_norm(geometry)

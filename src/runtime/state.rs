@@ -7,7 +7,7 @@ use crate::file::fnv1a;
 use crate::model::{AttentionSpec, read_capped};
 use crate::plan::{CenterPolicy, ScalePlan};
 use crate::policy::PolicyState;
-use crate::spectral::{Estimator, PowerState};
+use crate::spectral::{Estimator, Iterations, PowerEstimate, PowerState};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -36,10 +36,12 @@ pub struct RuntimeState {
     pub tail: Tail,
     /// Where the norms come from.
     pub estimator: Estimator,
+    /// Iterations of a step.
+    pub iterations: Iterations,
     /// Centers of keys and values.
     #[serde(default = "no_centers")]
     pub centers: CenterPolicy,
-    /// Singular vectors, with [`Estimator::Power`].
+    /// Singular vectors, where norms are estimated.
     pub power: Option<PowerState>,
     /// What the policy knows.
     pub policy: PolicyState,
@@ -61,6 +63,8 @@ pub struct LayerState {
     /// What keys and values have been on average.
     #[serde(default)]
     pub means: RunningMeans,
+    /// How far the power iteration of each query head has come.
+    pub estimates: Vec<PowerEstimate>,
 }
 
 fn no_centers() -> CenterPolicy {

@@ -43,7 +43,7 @@ const PROJECTIONS: &[&str] = &[
 ];
 
 /// Whether a name ends in a scale of an operand of attention or of a cache, whoever reads it. Scales of stored weights and of
-/// projections' inputs are none.
+/// projections' inputs are not.
 pub(super) fn is_scale(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let mut parts = name.rsplit('.');
@@ -100,7 +100,7 @@ pub(super) fn is_adapter(name: &str) -> bool {
     })
 }
 
-/// Files of an adapter in a folder: loaders of training tools and transformers apply them to the model beside them.
+/// Files of an adapter in a folder: loaders of training tools and transformers apply them to the model next to them.
 pub(super) fn adapter_files(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -124,7 +124,7 @@ pub(super) struct Unread<'a> {
     /// Stems of what the bounds read.
     read: HashSet<String>,
     modules: &'a [String],
-    /// Whether the model has other parts beside the text model.
+    /// Whether the model has other parts besides the text model.
     wrapped: bool,
 }
 
@@ -139,7 +139,7 @@ impl<'a> Unread<'a> {
         Self { spec, layers, read, modules, wrapped }
     }
 
-    /// Why a tensor is attention that was not judged; none where it was, or is none.
+    /// Why a tensor of attention was not judged; `None` where it was, or where it is not of attention.
     pub fn reason(&self, name: &str) -> Option<String> {
         let (stem, kind) = name.rsplit_once('.')?;
         let parts: Vec<&str> = stem.split('.').collect();
@@ -207,7 +207,7 @@ impl<'a> Unread<'a> {
         let keys = ["k_proj", "v_proj", "k_norm", "qkv_proj"].contains(&last);
         // Its keys and values are another layer's.
         let shared = layer.kv_source.is_some() && keys;
-        // What makes a latent stands in front of a norm.
+        // The projection to a latent precedes a norm.
         let latent = layer.mla.is_some() && ["q_a_proj", "fused_qkv_a_proj_with_mqa"].contains(&last);
         if shared || latent || !(projection || norm) {
             return None;
@@ -216,7 +216,7 @@ impl<'a> Unread<'a> {
         Some(format!("{what} of layer {} that the config does not list", layer.number))
     }
 
-    /// Whether a name belongs to an encoder of images or sound beside a text model: it keeps no cache, and engines do not cast it.
+    /// Whether a name belongs to an encoder of images or sound next to a text model: it keeps no cache, and engines do not cast it.
     fn is_encoder(&self, parts: &[&str]) -> bool {
         const TOWERS: &[&str] = &[
             "vision_tower",

@@ -4,9 +4,10 @@ use super::census::is_adapter;
 use super::scales::LayerScales;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerStream};
+use crate::plan::Center;
 use crate::scale::Descale;
 use safetensors::Dtype;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// Names in a message.
@@ -37,6 +38,8 @@ pub struct ScaleStream {
     due: BTreeSet<usize>,
     /// The first names of this pass that look like a tensor that layers wait for, and are none.
     strange: Vec<String>,
+    /// Centers that do not follow the weights, by layer.
+    centers: BTreeMap<usize, Center>,
 }
 
 impl ScaleStream {
@@ -45,7 +48,12 @@ impl ScaleStream {
     /// # Errors
     /// As [`LayerStream::new`].
     pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
-        Ok(Self { stream: LayerStream::new(config, file, names)?, due: BTreeSet::new(), strange: vec![] })
+        Ok(Self {
+            stream: LayerStream::new(config, file, names)?,
+            due: BTreeSet::new(),
+            strange: vec![],
+            centers: BTreeMap::new(),
+        })
     }
 
     /// The stream of one tensor-parallel rank: see [`LayerStream::of_rank`].
@@ -54,6 +62,18 @@ impl ScaleStream {
     /// As there.
     pub fn of_rank(self, ranks: usize) -> Result<Self> {
         Ok(Self { stream: self.stream.of_rank(ranks)?, ..self })
+    }
+
+    /// Keeps these centers whatever the weights are: those that entries of a cache have. The scales of `k - c` follow the weights.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer. A center of another shape is found when its layer is complete.
+    pub fn keep_centers(&mut self, centers: Vec<Center>) -> Result<()> {
+        for center in centers {
+            self.spec().layer(center.layer)?;
+            self.centers.insert(center.layer, center);
+        }
+        Ok(())
     }
 
     /// What the attention is.
@@ -103,7 +123,11 @@ impl ScaleStream {
             return Ok(done);
         }
         for layer in self.stream.push(name, dtype, shape, bytes)? {
-            done.push(LayerScales::new(self.stream.spec(), self.stream.layer(layer)?)?);
+            let (spec, weights) = (self.stream.spec(), self.stream.layer(layer)?);
+            done.push(match self.centers.get(&layer) {
+                Some(center) => LayerScales::with_center(spec, weights, center.clone())?,
+                None => LayerScales::new(spec, weights)?,
+            });
             self.stream.release(layer);
         }
         Ok(done)

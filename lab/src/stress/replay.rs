@@ -166,6 +166,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         model_layers_total: layers,
         seed: options.seed,
         steps,
+        estimator: options.estimator,
         seq_len: options.seq_len,
         tokens: None,
         tail: None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # As in the other backends: P in [0, 1] becomes at most 256.
 _P_SCALE = 256.0
 _PLACES = {"qkv": 0, "s": 1, "o": 2}
-# How a role of the output is named where no module behind the attention claims it.
+# How a role of the output is named where no module after the attention claims it.
 _OUTPUT = ".dpa_output"
 
 
@@ -43,6 +43,7 @@ class Scales:
     def __init__(self, runtime: Runtime) -> None:
         self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         self.amax = torch.zeros(len(runtime), 3, device=runtime.device, dtype=torch.float32)
+        runtime._serves_others = True
         runtime.after_refresh.append(self.update)
         self.update(runtime)
 

@@ -2,7 +2,7 @@
 
 use super::regions::{Regions, check_workspace};
 use super::sizes::expect_disjoint;
-use super::terms::DeviceCall;
+use super::terms::{DeviceCall, Features};
 use super::tile::{PARTS_BYTES, PROCESSORS, Split};
 use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::{Element, View};
@@ -75,7 +75,7 @@ impl Pages {
         }
         sizes.check_64_or_128("attention over pages")?;
         let (_, features) = call.features();
-        let terms = features.all().map(|(_, what, given)| (what, given));
+        let terms = Features { center: false, ..features }.all().map(|(_, what, given)| (what, given));
         let others = [("logits in E4M3", logits_in_e4m3), ("operands for a backward", keeps != Keeps::Nothing)];
         if let Some((what, _)) = terms.into_iter().chain(others).find(|(_, given)| *given) {
             return Err(Error::unsupported(format_args!("over pages the GPU does not offer {what}")));
