@@ -142,5 +142,6 @@ pub(crate) static DESCRIPTION: Description = Description {
     latent: "vLLM's loader has no scales for latent attention (MLA): it casts the absorbed query and the cached row at 1.0 unless \
              Sigmascale's plugin sets them",
     skips_layers: true,
+    stops_at_strays: true,
     requantizes: true,
 };
