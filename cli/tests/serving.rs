@@ -950,7 +950,7 @@ mod audits {
         let (said, page) = (String::from_utf8(output.stdout).unwrap(), std::fs::read_to_string(page).unwrap());
         assert!(
             output.status.success()
-                && said.trim_end().lines().last().unwrap().starts_with("vLLM: safe.")
+                && run::ending(&said).starts_with("vLLM: safe.")
                 && said.contains("Other engines")
         );
         for part in ["vLLM: safe.", "TensorRT-LLM", "model.layers.5.self_attn.k_scale"] {
