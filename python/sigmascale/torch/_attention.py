@@ -360,10 +360,13 @@ def _turns_in_cast(q, k, v, terms, call, return_lse):
 
 
 def centers_of(centers, q, k, v, plan, softcap, sinks):
-    """c and m of a call: those that are given, else those of the plan where they are exact, which its descales cover either way."""
+    """c and m of a call: those that are given, else those of the plan where they are exact. Its descales cover both ways; of operands
+    in E4M3, which are centered already, nothing can be left out."""
     if centers is not None or not isinstance(plan, LayerPlan):
         return _centers.checked(centers, q, k, v, softcap, sinks)
     c, m = plan.centers
+    if q.dtype == E4M3:
+        _centers.refuse(c, m, softcap, sinks)
     return None if softcap or sinks is not None else c, None if sinks is not None else m
 
 

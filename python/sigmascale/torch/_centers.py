@@ -48,12 +48,17 @@ def refuse(c, m, softcap, sinks):
         )
 
 
+def subtracted(k, v, centers):
+    """Keys and values ``(batch, seq, n_kv_heads, d)`` without their centers, in f32 where there are some."""
+    c, m = centers
+    return k if c is None else k.float() - c, v if m is None else v.float() - m
+
+
 def centered(q, k, v, terms):
-    """The operands with centers subtracted in f32; those in E4M3 are centered already."""
+    """The operands with centers subtracted; those in E4M3 are centered already."""
     if q.dtype == E4M3:
         return q, k, v
-    k = k if terms.k_center is None else k.float() - terms.k_center
-    v = v if terms.v_center is None else v.float() - terms.v_center
+    k, v = subtracted(k, v, (terms.k_center, terms.v_center))
     # One type for all.
     return (q.float(), k.float(), v.float()) if torch.float32 in (k.dtype, v.dtype) else (q, k, v)
 
