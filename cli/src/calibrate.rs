@@ -48,6 +48,9 @@ pub struct Args {
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
+    /// Count the model's soft-cap, for an attention that applies it (transformers' default, SDPA, does not)
+    #[arg(long)]
+    soft_cap: bool,
     /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
@@ -75,6 +78,7 @@ impl Args {
             granularity: self.granularity.unwrap_or_default(),
             estimator: self.estimator,
             as_paper: self.as_paper,
+            soft_cap: self.soft_cap,
             c: self.c,
             centers: self.centers.policy(),
             ..Options::default()
@@ -142,7 +146,8 @@ fn table(profile: &Profile) -> String {
     }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
+    let assumes = "WARNING: assumes isotropic tokens, so real text may exceed this bound, but never the worst-case bound. In docs/bounds.md \
+                   it exceeded the theorem's bound without rotation, and neither the rank-aware bound nor the paper's form.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
         let _ = writeln!(
@@ -176,6 +181,9 @@ fn table(profile: &Profile) -> String {
             "  for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
         );
     }
+    if let Some(cap) = method.soft_cap {
+        let _ = writeln!(out, "  for an attention that caps its logits at {cap}");
+    }
     if let Some(limit) = method.layer_norm_mean_limit {
         let _ = writeln!(
             out,
@@ -185,7 +193,7 @@ fn table(profile: &Profile) -> String {
     if profile.model.fp8_inputs {
         out.push_str("  FP8 weights: the rounding of E4M3 inputs to the projections is included\n");
     }
-    if method.estimator == Estimator::Power {
+    if method.estimator != Estimator::Gram {
         out.push_str("  sigma is estimated from below by power iteration; --estimator gram is exact\n");
         if !method.rotation {
             out.push_str(

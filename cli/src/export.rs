@@ -48,7 +48,7 @@ pub struct ServingArgs {
 impl ServingArgs {
     /// The options.
     pub fn read(&self) -> Result<Serving> {
-        Ok(Serving { context: self.context, skip: SkipLayers::parse(&self.skip_layers)? })
+        Ok(Serving { context: self.context, skip: SkipLayers::parse(&self.skip_layers)?, ..Serving::default() })
     }
 }
 

@@ -96,7 +96,13 @@ pub fn write_file(file: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Text without control characters, which could rewrite a terminal: names come from files.
 pub fn printable(text: &str) -> String {
-    text.replace(|c: char| c.is_control() && c != '\n', " ")
+    text.replace(|c: char| is_unprintable(c) && c != '\n', " ")
+}
+
+/// Control characters, and those that have no width or turn the direction of what follows.
+pub fn is_unprintable(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 /// A reader that stops reading (`| head`) is not a failure.

@@ -18,6 +18,12 @@ impl Table {
         self.rows.push(cells.to_vec());
     }
 
+    /// The table with one more row.
+    pub fn with<const N: usize>(mut self, cells: [String; N]) -> Self {
+        self.row(cells);
+        self
+    }
+
     /// The first column holds words: aligned to the left.
     pub fn left(mut self) -> Self {
         self.left = true;

@@ -2,7 +2,7 @@
 // pages of their sequences; queries to E4M3 likewise; and the plan of the call, by the first block. Lengths and pages are read
 // on the device, so that a captured graph serves every step.
 //
-// New tokens of sequence s stand behind the `lengths[s]` that it has, and its last query at its last key. A token that its
+// New tokens of sequence s follow the `lengths[s]` that it has, and its last query is at its last key. A token that its
 // sequence's row of the block table has no room for, or whose page the cache does not have, is not written.
 //
 // A block beside the first owns 16 rows (of all sequences) of up to 4 heads of one tensor, a thread 8 dims of a row for each head,
@@ -33,7 +33,7 @@ struct AppendParams {
   BlockTable table;
   const float* cosine;                  // [positions, rotary / 2]
   const float* sine;
-  u32* counter;                         // two words: the items that the attention behind this has handed out
+  u32* counter;                         // two words: the work items that the attention after this has scheduled
   int* starts;                          // as in PagedParams
   Part* parts;
   int rotary;                           // rotated leading dims, a multiple of 8; tables 16-byte aligned

@@ -5,7 +5,7 @@
 //   backward_finish    dQ to BF16
 //
 // Between them lie, in the workspace, one tile of kRows queries of one head after the other ([batch, heads_q, q_tiles]):
-//   terms    [kTerms][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; delta in
+//   terms    [kTerms][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or does not exist; delta in
 //            units of V's descale; with DQ8 what dS is multiplied by before its cast
 //   dq_sum   [kParts][8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 of a part at [part][w][i][l]
 //
@@ -125,8 +125,8 @@ constexpr bool kFeatures = VARLEN || WINDOW;     // tiles may hold rows of other
 struct Sequence {
   int batch_q, batch_k, q_row, k_row;  // its first rows
   int len_q, len_k;
-  int diagonal;                        // query i stands at key i + diagonal
-  // The first query that sees a key, and the first key that is seen. All behind them do and are.
+  int diagonal;                        // query i is at key i + diagonal
+  // The first query that sees a key, and the first key that is seen. All after them do and are.
   __device__ __forceinline__ int first_query(const Backward& p) const {
     return len_k == 0 ? len_q : max(0, -(diagonal + p.window_right));
   }
@@ -140,7 +140,7 @@ struct Slot {
 #if VARLEN
 // A row that a list names, of `rows`. Lists that break their rules give wrong rows, but none outside of the tensors.
 __device__ __forceinline__ int listed_row(const int* list, int sequence, int rows) { return min(max(list[sequence], 0), rows); }
-// Tiles of `size` rows are numbered so that sequence s has those from `first_slot` on: enough for its rows and the gap behind it,
+// Tiles of `size` rows are numbered so that sequence s has those from `first_slot` on: enough for its rows and the gap after it,
 // without a prefix sum. `rows / size + count + 1` slots hold the whole axis.
 __device__ __forceinline__ int first_slot(const int* starts, int rows, int sequence, int size) {
   return sequence < 0 ? 0 : listed_row(starts, sequence, rows) / size + sequence + 1;

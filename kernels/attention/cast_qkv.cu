@@ -40,7 +40,7 @@ struct CastParams {
   const float* cosine;                  // [positions, rotary / 2]
   const float* sine;
   const int* positions;                 // [batch, len_k], or null: the row's index
-  u32* counter;                         // two words: the tiles that the attention behind this has handed out
+  u32* counter;                         // two words: the tiles that the attention after this has scheduled
   u8* v_rows;                           // V in E4M3, [batch, len_k, heads_kv, dim], or null
   int rotary;                           // rotated leading dims, a multiple of 8; tables 16-byte aligned
   int q_start;                          // position of the first query among the keys
@@ -229,7 +229,7 @@ repack_v(const __grid_constant__ CastTensor t, u32* counter, int v_f16, const __
   const int slot = group * kKeys + min(here.row, kKeys - 1);
   const bool has_row = kWhole || here.row < kKeys;
   if (kVarlen && group >= all.value_groups) {
-    // Blocks behind those of V: rows of the output
+    // Blocks after those of V: rows of the output
     const RowPlace seat = place_of(all, true, false, 0, slot - all.value_groups * kKeys, 0);
     const int per_kv = all.heads_q / t.heads;
     for (int h = head * per_kv; has_row && seat.stored && !seat.live && h < (head + 1) * per_kv; h++)

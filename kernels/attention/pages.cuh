@@ -27,7 +27,7 @@ struct BlockTable {
 };
 static_assert(sizeof(BlockTable) == 3 * 8 + 4 * 4, "the host writes this layout");
 
-// What paged.cu reads beside `Params`.
+// What paged.cu reads besides `Params`.
 struct PagedParams {
   BlockTable table;
   const int* starts;   // [sequences + 1], the number of each sequence's first part

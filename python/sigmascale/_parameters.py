@@ -84,7 +84,7 @@ _NAMES = {AutoC: "auto-c", DelayedPaper: "delayed-paper", DelayedTe: "delayed-te
 
 
 def named(policy):
-    """Name and parameters of a policy, as the native half takes them: a name alone stands for the defaults."""
+    """Name and parameters of a policy, as the native half takes them: a name alone means the defaults."""
     if isinstance(policy, str):
         return policy, None
     if type(policy) in _NAMES:

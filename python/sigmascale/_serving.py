@@ -57,16 +57,19 @@ def verify(
     *,
     context: int | None = None,
     skip_layers: Iterable[int | str] = (),
+    kv: Literal["fp8", "nvfp4", "nvfp4_4over6"] = "fp8",
 ) -> Audit:
     """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
 
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
     ``context`` is the longest sequence of the server, else that of the config. ``skip_layers`` are kept out of the FP8
-    cache, as vLLM's ``--kv-cache-dtype-skip-layers`` takes them: numbers of layers, or ``sliding_window``.
+    cache, as vLLM's ``--kv-cache-dtype-skip-layers`` takes them: numbers of layers, or ``sliding_window``. ``kv`` is the
+    type of the cache: NVFP4, which vLLM alone has, holds 6 or 4 times as much under the same scale.
     """
     engine = None if engine is None else text("engine", engine)
-    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *_options(context, skip_layers)))
+    options = (*_options(context, skip_layers), text("kv", kv))
+    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *options))
     if others:
         first["others"] = others
     return first
@@ -129,7 +132,7 @@ class ScaleStream:
     anyway.
 
     A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV
-    head; v is None without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of
+    head; v is None without a bound), ``scale`` (one per tensor, rounded up to BF16, as engines take it) and ``names`` of
     it by engine.
     """
 
@@ -221,5 +224,4 @@ class ScaleStream:
 
 def _read(path):
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    with open(file, encoding="utf-8") as config:
-        return config.read(), None, file
+    return _native.config_text(file), None, file

@@ -108,15 +108,16 @@ class Method(TypedDict):
     """How the layers were computed."""
 
     bound: Literal["worst-case", "rank-aware", "spectrum"] | None
-    estimator: Literal["gram", "power"]
+    estimator: Literal["gram", "power", "power-summed"]
     rotation: bool
     granularity: Granularity
     as_paper: bool
+    soft_cap: NotRequired[float]
     c: float | None
     layer_norm_mean_limit: NotRequired[float]
 
 
-class LatentProfile(TypedDict):
+class MlaProfile(TypedDict):
     """What the cache of latent attention needs."""
 
     cache_descale: float
@@ -167,7 +168,7 @@ class LayerProfile(TypedDict):
     k_descale: list[float] | None
     v_descale: list[float] | None
     o_descale: list[float] | None
-    mla: NotRequired[LatentProfile]
+    mla: NotRequired[MlaProfile]
     heads: NotRequired[list[HeadProfile]]
 
 
@@ -206,7 +207,7 @@ class LayerInspection(TypedDict):
     sigma_sum: float | None
     bound_exact: float | None
     bound_rounded: float | None
-    mla: NotRequired[LatentProfile]
+    mla: NotRequired[MlaProfile]
     heads: list[HeadInspection]
 
 

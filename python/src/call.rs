@@ -16,7 +16,7 @@ use sigmascale::{Error, Result};
 /// A tensor of PyTorch: address, type, shape and strides in elements.
 pub struct Array {
     pub address: u64,
-    /// The type's name where it is none of the kernels'.
+    /// The type's name where the kernels do not take it.
     element: std::result::Result<Element, String>,
     pub shape: Vec<usize>,
     pub strides: Vec<i64>,
@@ -95,7 +95,7 @@ pub struct Sequences {
     max_len_k: usize,
 }
 
-/// What the call computes beside its operands.
+/// What the call computes besides its operands.
 #[derive(FromPyObject)]
 pub struct Terms {
     causal: bool,
@@ -109,6 +109,8 @@ pub struct Terms {
     accumulator: String,
     keeps: String,
     pub sequences: Option<Sequences>,
+    /// Of logits in E4M3, `(n_q)`; `None`: they stay in f32.
+    pub logit_descale: Option<Array>,
 }
 
 impl Terms {
@@ -211,7 +213,8 @@ impl Call {
     fn descales(&self) -> Result<Descales> {
         let [q, k, v] = &self.descales;
         let row = |name, array: &Array| array.view(name).map(Some);
-        Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit: None })
+        let logit = optional("logit descale", &self.terms.logit_descale)?;
+        Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit })
     }
 
     /// The call on a device.

@@ -2,12 +2,12 @@
 
 use crate::cpu_scales::bytes_at;
 use crate::errors::raise;
-use crate::threads::detached;
+use crate::threads::{beside, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
-use sigmascale::plan::CenterPolicy;
+use sigmascale::plan::{Center, CenterPolicy};
 use sigmascale::serving::{self, CenterCertificate, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
@@ -31,7 +31,7 @@ fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
 
 /// Options of the server.
 fn options(context: Option<usize>, skip: &[String]) -> Result<Serving> {
-    Ok(Serving { context, skip: SkipLayers::parse(skip)? })
+    Ok(Serving { context, skip: SkipLayers::parse(skip)?, ..Serving::default() })
 }
 
 #[pyfunction]
@@ -60,6 +60,7 @@ pub fn verify(
     name: Option<String>,
     context: Option<usize>,
     skip: Vec<String>,
+    kv: String,
 ) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
@@ -69,8 +70,8 @@ pub fn verify(
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        let audits =
-            serving::verify(&*checkpoint(&folder)?, &engines, &options(context, &skip)?, &mut || stop.check())?;
+        let serving = Serving { kv: kv.parse()?, ..options(context, &skip)? };
+        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &serving, &mut || stop.check())?;
         audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
     })
 }
@@ -141,6 +142,16 @@ impl ScaleStream {
             .map_err(|error| raise(py, &error))
     }
 
+    /// Centers as JSON, those of layers that were given before.
+    fn keep_centers(&self, py: Python<'_>, centers: &str) -> PyResult<()> {
+        let kept = || {
+            let centers = serde_json::from_str(centers)
+                .map_err(|error| Error::argument(format_args!("centers are not those of layers: {error}")))?;
+            self.held().keep_centers(centers)
+        };
+        kept().map_err(|error| raise(py, &error))
+    }
+
     fn wants(&self, name: &str) -> bool {
         self.held().wants(name)
     }
@@ -185,7 +196,8 @@ impl ScaleStream {
             let family = stream.spec().family.clone();
             text(&done.iter().map(|layer| Described::new(&family, layer)).collect::<Result<Vec<_>>>()?)
         };
-        py.detach(work).map_err(|error| raise(py, &error))
+        // Not on the global pool, whose threads a child of `fork` does not have.
+        beside(py, work)
     }
 
     /// Why the scale engine of a device cannot compute this model's descales; None if it can.
@@ -247,6 +259,14 @@ impl ScaleStream {
     fn held(&self) -> std::sync::MutexGuard<'_, serving::ScaleStream> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
+}
+
+/// The hash of centers that are given as JSON.
+#[pyfunction]
+pub fn center_hash(py: Python<'_>, centers: &str) -> PyResult<String> {
+    let centers: Vec<Center> = serde_json::from_str(centers)
+        .map_err(|error| raise(py, &Error::argument(format_args!("centers are not those of layers: {error}"))))?;
+    Ok(sigmascale::plan::center_hash(&centers))
 }
 
 /// The rule for a cache that is kept: scales in use and new ones as `(layer, q, k, v)`; gives the numbers of the layers that grew.

@@ -13,7 +13,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Runs `work`, which may make any device current; the one before is so again behind it.
+/// Runs `work`, which may make any device current; the one before is current again after it.
 pub fn on_device<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let done = py.detach(|| {
         let _current = KeepCurrent::new();

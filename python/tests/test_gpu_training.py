@@ -162,7 +162,7 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding(heads, d):
         assert 5e-3 < relative(ours[0], plain[0]) < 8e-2, relative(ours[0], plain[0])
         assert all(relative(a, b) < 1e-3 for a, b in zip(ours[1:], plain[1:]))
     q, k, v = leaves(*tensors(1, 64, (2, 2), 136))
-    with pytest.raises(sigmascale.UnsupportedError, match="gradients='fp8-dq' is for heads of at most 128 on a GPU, not 136"):
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='fp8-dq' .*128.*136"):
         fp8.attention(q, k, v, rows(2), gradients="fp8-dq")
 
 

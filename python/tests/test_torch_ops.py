@@ -236,10 +236,10 @@ def test_a_plan_may_ask_for_it_and_calls_that_cannot_say_so():
     assert torch.equal(grads(), asked)
     with pytest.raises(sigmascale.ArgumentError, match="leave one of the two out"):
         grads(gradients="fp8-dq")
-    with pytest.raises(sigmascale.ArgumentError, match="gradients='unrounded-delta' is for the accumulator 'f16', not 'fp8-256'"):
+    with pytest.raises(sigmascale.ArgumentError, match="gradients='unrounded-delta' .*'f16'.*'fp8-256'"):
         grads(accumulator="fp8-256")
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    with pytest.raises(sigmascale.UnsupportedError, match="gradients='unrounded-delta' is for this package's attention, .* dropout 0.1"):
+    with pytest.raises(sigmascale.UnsupportedError, match="gradients='unrounded-delta' .*dropout 0.1"):
         fp8.scaled_dot_product_attention(*heads, dropout_p=0.1, enable_gqa=True, plan=plan, fallback="bf16")
     # Without gradients nothing changes, and nothing is refused.
     with torch.no_grad():

@@ -111,7 +111,7 @@ def test_compiled_calls_turn_them_too():
 def test_tables_that_do_not_fit_are_named(rope, message):
     q, k, v = operands()
     if message is None:
-        with pytest.raises(sigmascale.MismatchError, match="a position for each of 33 queries, and there are 20 keys"):
+        with pytest.raises(sigmascale.MismatchError, match="33 queries.*20 keys"):
             fp8.attention(q, k[:, :20], v[:, :20], ROWS, causal=False, rope=tables())
         return
     with pytest.raises((sigmascale.ArgumentError, sigmascale.MismatchError), match=message):

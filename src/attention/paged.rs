@@ -1,7 +1,7 @@
 //! A paged KV cache in E4M3: what a kernel that reads one or appends to it has to do.
 //!
 //! A page holds `page_size` tokens of every KV head, row-major: K is `(pages, page_size, n_kv_heads, d_head)`, V
-//! `(pages, page_size, n_kv_heads, d_v)`, one code an element. This is FlashAttention-3's layout, and that of the two halves
+//! `(pages, page_size, n_kv_heads, d_v)`, one code per element. This is FlashAttention-3's layout, and that of the two halves
 //! of vLLM's. Token `t` of sequence `s` is row `t % page_size` of page `block_table[s][t / page_size]`. Sequences may share
 //! pages that no one writes to.
 //!
@@ -128,7 +128,7 @@ impl PagedKv {
     /// The tokens of every sequence, of a cache with this center.
     ///
     /// # Errors
-    /// `is_argument` if the table is not one row a sequence, is too short for a length or names a page that does not exist;
+    /// `is_argument` if the table does not have one row per sequence, is too short for a length or names a page that does not exist;
     /// `is_mismatch` if there is not one descale a KV head, or the center is of another shape.
     pub fn gather(
         &self,
@@ -296,7 +296,7 @@ impl BlockTable<'_> {
         match usize::try_from(page) {
             Ok(page) if page < shape.pages => Ok(page * shape.page_size + within),
             _ => Err(Error::argument(format_args!(
-                "block_table[{sequence}][{at}] = {page} is none of the cache's {} pages",
+                "block_table[{sequence}][{at}] = {page} is not one of the cache's {} pages",
                 shape.pages
             ))),
         }

@@ -24,6 +24,9 @@ pub struct Options {
     /// Everything as the paper has it: summed sigma of raw weights, no gains, constants or rotation, one logit scale a
     /// layer, no operand descales.
     pub as_paper: bool,
+    /// The attention applies the model's soft-cap of the logits. Not all do (transformers' default, SDPA, leaves it out), so without this
+    /// the bounds hold either way.
+    pub soft_cap: bool,
     /// Replaces `c_star` under `as_paper` (the paper used 0.08, 0.04, 0.03 and 0.02).
     pub c: Option<f64>,
     /// Seed of the power iteration's start vectors.
@@ -41,6 +44,7 @@ impl Default for Options {
             granularity: Granularity::default(),
             estimator: Estimator::default(),
             as_paper: false,
+            soft_cap: false,
             c: None,
             seed: 0,
             centers: CenterPolicy::CACHE,
@@ -67,7 +71,7 @@ impl Options {
             }
             _ => {}
         }
-        if !self.as_paper && self.estimator == Estimator::Power {
+        if !self.as_paper && self.estimator != Estimator::Gram {
             match self.bound {
                 BoundKind::WorstCase => {
                     return Err(Error::argument(

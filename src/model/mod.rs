@@ -7,6 +7,7 @@
 mod body;
 mod checkpoint;
 mod config;
+mod f16;
 mod families;
 mod files;
 mod folder;
@@ -59,5 +60,6 @@ pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOpt
 pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 
 pub(crate) use config::quoted_non_finite;
-pub(crate) use keys::read_capped;
+pub use config::read_config;
+pub use keys::read_capped;
 pub(crate) use shards::INDEX;

@@ -1,4 +1,4 @@
-//! What an export certifies: the scale or the 1.0 that an engine casts with, beside what the weights need.
+//! What an export certifies: the scale or the 1.0 that an engine casts with, compared with what the weights need.
 
 use super::audit::Unjudged;
 use super::engine::{Engine, Operand};
@@ -44,7 +44,7 @@ impl Reads {
     }
 }
 
-/// What an engine casts with, beside what the weights need.
+/// What an engine casts with, compared with what the weights need.
 #[derive(Clone, Debug, Serialize)]
 pub struct Certificate {
     /// Version that made it.

@@ -6,6 +6,7 @@ use crate::html::Tone;
 use crate::table::brief;
 use sigmascale::policy::PolicyKind;
 use sigmascale_lab::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
+use std::collections::BTreeMap;
 
 /// Largest finite E4M3 value.
 pub const RANGE: f64 = 448.0;
@@ -142,6 +143,7 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     out.extend(after_the_start(run));
     out.extend(moved(run));
     out.extend(range_and_cost(run));
+    out.extend(worst_layers(run));
     out.extend(burn_in(run));
     if run.mode == Mode::Operands && of(run, PolicyKind::GeometryCStar).is_some() {
         out.push(
@@ -163,6 +165,37 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     }
     out.extend(run.notes.iter().map(|note| format!("Note: {note}.")));
     out
+}
+
+/// Layers that are named of each policy.
+const NAMED: usize = 3;
+
+/// The layers that a policy serves worst: by what overflowed, then by what the casts cost.
+fn worst_layers(run: &StressResult) -> Option<String> {
+    if run.model_layers < 2 {
+        return None;
+    }
+    let of_policy = |policy: &PolicySummary| {
+        let mut worst: BTreeMap<usize, (f64, f64)> = BTreeMap::new();
+        for row in rows(run, policy.policy) {
+            let (load, sqnr) = worst.entry(row.layer).or_insert((0.0, f64::INFINITY));
+            *load = load.max(if row.overflow > 0 { row.max_scaled / RANGE } else { 0.0 });
+            *sqnr = sqnr.min(row.sqnr_db.unwrap_or(f64::INFINITY));
+        }
+        let mut layers: Vec<(usize, (f64, f64))> = worst.into_iter().collect();
+        layers.sort_by(|(_, a), (_, b)| b.0.total_cmp(&a.0).then(a.1.total_cmp(&b.1)));
+        let one = |(layer, (load, sqnr)): &(usize, (f64, f64))| {
+            let over = (*load > 0.0).then(|| format!("{} the range", times(*load)));
+            let cost = sqnr.is_finite().then(|| format!("{sqnr:.1} dB"));
+            let said: Vec<String> = over.into_iter().chain(cost).collect();
+            (!said.is_empty()).then(|| format!("{layer} ({})", said.join(", ")))
+        };
+        let named: Vec<String> = layers.iter().take(NAMED).filter_map(one).collect();
+        (!named.is_empty()).then(|| format!("{} {}", policy.policy.name(), named.join(", ")))
+    };
+    let named: Vec<String> = run.policies.iter().filter_map(of_policy).collect();
+    (!named.is_empty())
+        .then(|| format!("Worst layers (the largest overflow and the lowest SQNR of their steps): {}.", named.join("; ")))
 }
 
 /// What an overflow is.

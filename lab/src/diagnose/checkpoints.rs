@@ -96,8 +96,9 @@ fn record(checkpoint: &Checkpoint, weights: LayerWeights<'_>, (step, layer): (u6
     let geometry = LayerGeometry::new(spec, weights)?;
     let spectrum = GramEngine.layer(&geometry)?;
     record.bound = bound(&LayerBounds::new(spec, &geometry, &spectrum, &Tail::default())?);
-    let exact = spectrum.heads.iter().flatten().filter_map(|head| head.exact);
-    record.sigma = exact.map(|exact| exact.sigma_upper).collect();
+    let exact = || spectrum.heads.iter().flatten().filter_map(|head| head.exact);
+    record.sigma = exact().map(|exact| exact.sigma_upper).collect();
+    record.sigma_rope = exact().map(|exact| exact.sigma_rope_upper).collect();
     if spectrum.heads.is_some() {
         let grams = LayerGrams::new(&geometry, &spectrum.q, &spectrum.k);
         let norm = |pair: &sigmascale::spectral::GramPair| {

@@ -136,7 +136,7 @@ impl<'a> Lab<'a> {
         tail: Tail,
     ) -> Result<Self> {
         let run = |&policy: &PolicyConfig| {
-            let runtime = Runtime::new(spec, RuntimeConfig { tail, ..policy.into() })?;
+            let runtime = Runtime::new(spec, RuntimeConfig { tail, estimator: options.estimator, ..policy.into() })?;
             let burn_in = if let PolicyConfig::AutoC(config) = policy { config.burn_in as usize } else { 0 };
             Ok(Run { kind: policy.kind(), runtime, burn_in, tally: Tally::default(), failed: None })
         };
@@ -153,7 +153,7 @@ impl<'a> Lab<'a> {
         &mut self,
         layer: usize,
         step: usize,
-        weights: &dyn Fn() -> Weights<'w>,
+        weights: &dyn Fn(bool) -> Weights<'w>,
         projected: &Projected,
         sinks: Option<&[f64]>,
         trace: &mut Vec<TraceRow>,
@@ -164,7 +164,7 @@ impl<'a> Lab<'a> {
         let exact = Cpu.forward(&call, &inputs, &identity(layer, &call.shape), &Precision::F32)?;
         let divergence = Divergence::new(&call, &inputs);
         for run in self.runs.iter_mut().filter(|run| run.failed.is_none()) {
-            let request = Step { layer, weights: weights(), call, inputs, precision: mode.precision() };
+            let request = Step { layer, weights: weights(run.runtime.estimated()), call, inputs, precision: mode.precision() };
             let outcome = match run.runtime.step(request, &Cpu) {
                 Ok(outcome) => outcome,
                 Err(error) if error.is_unsupported() => {

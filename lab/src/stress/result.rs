@@ -7,6 +7,7 @@ use serde::Serialize;
 use sigmascale::bound::Tail;
 use sigmascale::plan::ScalePlan;
 use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor, Slack};
+use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 
 /// Result of a run; serialises to the JSON of `sigmascale stress`.
@@ -26,6 +27,8 @@ pub struct StressResult {
     pub seed: u64,
     /// Steps.
     pub steps: usize,
+    /// Where norms came from.
+    pub estimator: Estimator,
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// The text that ran through the model; null for generated tokens and recorded maxima.

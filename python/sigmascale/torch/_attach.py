@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ._runtime import Runtime
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._parameters import Tail
-    from ._typing import Backend, Bound, Fallback, Group, Layers, Policy, Telemetry
+    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, Telemetry
 
 
 def attach(
@@ -18,6 +18,8 @@ def attach(
     policy: Policy = "geometry",
     bound: Bound | None = None,
     *,
+    estimator: Estimator = "gram",
+    logits: Literal["e4m3"] | None = None,
     layers: Layers | None = None,
     backend: Backend = "auto",
     tail: Tail | None = None,
@@ -40,6 +42,14 @@ def attach(
     probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that logit
     descales map onto.
 
+    ``estimator`` says where the norms of the logit bounds come from, under every policy that plans from them: ``gram`` (exact,
+    certified), ``power`` (the paper's power iteration, a head at a time) or ``power-summed`` (of the sum over a layer's heads, as
+    the paper has it). The last two keep their vectors from refresh to refresh: five iterations at first, one at each ``refresh()``,
+    to be called before every forward. They promise nothing: see :meth:`Runtime.estimates`. Descales of q, k and v are the same
+    under each.
+
+    ``logits="e4m3"`` also casts the logits of every call, by the plan's logit descales, as the paper does: see :func:`attention`.
+
     ``backend`` runs the attention calls: ``auto``, ``native``, ``fa3``, ``cudnn``, ``torch`` or ``emulated``. With
     ``fallback="bf16"`` PyTorch's attention runs the calls that no FP8 kernel supports (dropout, masks per head, and
     masks that are not causal, a window, padding or packing); a warning says so once, and ``stats()`` counts them. By
@@ -53,4 +63,4 @@ def attach(
 
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
-    return Runtime(model, policy, bound, layers, backend, tail, fallback, group, telemetry)
+    return Runtime(model, policy, bound, layers, backend, tail, fallback, group, telemetry, estimator, logits)

@@ -49,6 +49,7 @@ def attention(
     gradients: Gradients = None,
     rope: Rotation | None = None,
     centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -71,6 +72,7 @@ def attention(
     gradients: Gradients = None,
     rope: Rotation | None = None,
     centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -92,6 +94,7 @@ def attention(
     gradients: Gradients = None,
     rope: Rotation | None = None,
     centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -126,6 +129,11 @@ def attention(
     keeps what the rounding took (2 bytes more per element of the output from forward to backward). The error of delta, which
     has one sign where row maxima repeat and made trainings diverge, is gone then. ``plan.unrounded_delta`` sets it for a layer.
 
+    ``logits="e4m3"``: logits are rounded to E4M3 by the plan's logit descales on their way into the softmax, as in the
+    spectral-bounds paper; gradients pass through unchanged. ``plan`` is that of a policy with logit bounds, or four descales, the
+    fourth f32 ``(n_q_heads,)``. Overflow is counted in ``runtime.stats()``. On a GPU inference runs in this package's kernel,
+    and calls with gradients in plain PyTorch, which is slow. By default the plan's ``logits``.
+
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
     that do not fit, :class:`UnsupportedError` for what the backend does not offer.
@@ -147,7 +155,7 @@ def attention(
         return_lse=return_lse,
         rope=rope,
         centers=centers,
-        how=How(backend, accumulator, fallback, gradients),
+        how=How(backend, accumulator, fallback, gradients, logits),
     )
     out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
@@ -161,8 +169,11 @@ class How:
     accumulator: str | None = None
     fallback: str | None = None
     gradients: str | None = None
+    logits: str | None = None
 
     def __post_init__(self):
+        if self.logits not in (None, "e4m3"):
+            raise ArgumentError(f"logits {self.logits!r} must be 'e4m3' or None")
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
@@ -192,6 +203,8 @@ class _Resolved:
     # Whose call it is, and whether it may run in BF16 where that is faster: not where statistics are planned from.
     label: torch.Tensor | None = None
     may_be_bf16: bool = False
+    # Descales of E4M3 logits, or None.
+    logit_descale: torch.Tensor | None = None
 
     def rows(self, batch):
         """Descales ``(batch, n_kv)``."""
@@ -253,6 +266,7 @@ def attend(
         accumulator=accumulator,
         keeps=keeps,
         sequences=sequences,
+        logit_descale=call.logit_descale,
     )
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
     if reason is None and mask is not None:
@@ -268,6 +282,10 @@ def attend(
         if reason is not None or not _turns_in_cast(q, k, v, terms, call, return_lse):
             (q, k), rope = _rope.turned(rope, q, k), None
     refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
+    if refused and call.logit_descale is not None:
+        raise UnsupportedError(
+            f"logits='e4m3' is for this package's attention, and this call is not for it: {reason}. Leave it out"
+        )
     if refused and unrounded:
         raise UnsupportedError(
             f"gradients={UNROUNDED_DELTA!r} is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels "
@@ -340,7 +358,8 @@ def _refusal(q, v, terms, call):
     """Why no FP8 kernel takes the call, or None."""
     if call.backend in _backends.LIBRARIES and not (terms.dense and q.shape[3] == v.shape[3]):
         return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks, centers and padding"
-    if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
+    may_leave = call.fallback is not None and call.logit_descale is None
+    if may_leave and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
         return f"no FP8 kernel takes d_head {q.shape[3]} here"
     return None
 
@@ -351,7 +370,7 @@ def _saves(*tensors):
 
 
 def _turns_in_cast(q, k, v, terms, call, return_lse):
-    """Whether the kernels' cast can turn q and k: nobody else sees them before."""
+    """Whether the kernels' cast can rotate q and k: nothing else reads them before it."""
     if return_lse and terms.k_center is not None:
         return False
     if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
@@ -406,7 +425,19 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
         words, scale = None if exporting else plan.reported, plan.softmax_scale
         label = None if exporting else plan.label
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
+        logit_descale = plan.logit_descale if how.logits or plan.logits else None
+        if logit_descale is None and (how.logits or plan.logits):
+            raise UnsupportedError(
+                f"the plan of {plan.name} has no descales of logits: attach with logits='e4m3', or with another policy than "
+                f"{runtime.policy!r}"
+            )
     else:
+        logit_descale = None
+        if how.logits and isinstance(plan, Sequence | torch.Tensor) and len(plan) == 4:
+            *plan, logit_descale = plan
+            logit_descale = _logit_row(logit_descale, q)
+        elif how.logits:
+            raise TypeError("logits='e4m3' needs a layer of a Runtime or four descales: of q, k, v and the logits")
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
             raise TypeError(
                 f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, "
@@ -431,8 +462,17 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
             f"gradients='fp8-dq' is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer"
         )
     # The descales of a plan alone say where the call would be counted.
-    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers
-    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16)
+    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers and logit_descale is None
+    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16, logit_descale)
+
+
+def _logit_row(descale, q):
+    fits = isinstance(descale, torch.Tensor) and descale.dtype == torch.float32 and descale.device == q.device
+    if not fits or descale.shape != (q.shape[2],):
+        raise MismatchError(
+            f"the descales of logits must be float32 ({q.shape[2]},) on {q.device}, one for each query head"
+        )
+    return descale.contiguous()
 
 
 def typed(out, q):
@@ -483,7 +523,7 @@ def check(q, k, v, sequences=None):
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(
-                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry a sequence, on {q.device} is needed"
+                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry per sequence, on {q.device} is needed"
             )
 
 

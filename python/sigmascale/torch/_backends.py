@@ -72,6 +72,8 @@ def choose(name, q, v, terms):
     if name != "auto":
         return backend(name), f"backend={name!r}"
     kernel = kernel_for(q, v, terms)
+    if kernel is None and q.is_cuda and terms.logit_descale is not None and Native.takes(q, v, dataclasses.replace(terms, logit_descale=None)):
+        return backend("emulated"), "gradients through logits in E4M3 have no kernel"
     if kernel is None and q.is_cuda:
         _warn_of_emulation(q.shape[3], torch.cuda.get_device_capability(q.device))
     kernel = kernel or "emulated"

@@ -61,7 +61,7 @@ class TrainerMonitor:
             self._runtime.refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Takes what the Trainer tells of the step."""
+        """Takes what the Trainer reports of the step."""
         if self._pending is not None and logs:
             known = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
             self._pending |= {name: logs[key] for key, name in known.items() if key in logs}

@@ -40,7 +40,7 @@ def label(layer, device):
 
 
 def layer_of(label):
-    """The number behind a label, :data:`NONE` without one."""
+    """The number of a label, :data:`NONE` without one."""
     return NONE if label is None else label.shape[0] - 2
 
 
@@ -87,7 +87,7 @@ def unobserve_backwards(observers):
 
 
 def ran(label, name, reason, *call):
-    """Adds a call that ``name`` ran, and tells who looks at the layer's calls of it."""
+    """Counts a call that ``name`` ran, and notifies observers of the layer's calls."""
     layer = layer_of(label)
     _count(layer, name, reason)
     if call and _OBSERVERS:

@@ -332,7 +332,7 @@ class _Ulysses(torch.autograd.Function):
         grad = _to_heads(grad.to(torch.bfloat16), call)
         own, operands = (q_descale, k_descale, v_descale), [x.view(_e4m3.E4M3) for x in operands]
         grads = call.backward(grad, *operands, own, out, lse, ctx.causal, call.scale)
-        # Repeated heads lie on several ranks: they are summed behind the exchange, in f32.
+        # Repeated heads lie on several ranks: they are summed after the exchange, in f32.
         q_grad, k_grad, v_grad = (_to_sequence(g.float(), call) for g in grads)
         k_grad, v_grad = (g.unflatten(2, (-1, ctx.repeat)).sum(dim=3) for g in (k_grad, v_grad))
         return (*(g.to(kind) for g, kind in zip((q_grad, k_grad, v_grad), ctx.types)), None, None)

@@ -28,7 +28,7 @@ def is_dtensor(tensor):
 
 
 def local(tensor):
-    """What of a tensor lies here."""
+    """The local part of a tensor."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor
 
 
@@ -133,7 +133,7 @@ def _compute_device(dtensor):
 class View:
     """How parameters are seen while layers are read, and which of a layer's tensors came from where.
 
-    ``view(owner, name, tensor)`` is what stands for a parameter: the local tensor of a DTensor; a tensor without values, of the
+    ``view(owner, name, tensor)`` is what represents a parameter: the local tensor of a DTensor; a tensor without values, of the
     local shape, where FSDP has sliced it (``at_rest``); ``kept`` where a copy was kept.
     """
 

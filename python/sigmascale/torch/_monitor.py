@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._typing import Event, Number
 
 # Columns that are upper bounds, and stay so when they are written with fewer digits.
-_CERTIFIED = ("sigma", "w_q", "bound")
+_CERTIFIED = ("sigma", "sigma_rope", "w_q", "bound")
 _DIGITS = 7
 
 
@@ -43,8 +43,9 @@ class Monitor:
     Every step gives a ``step`` line, and every ``every``-th step a ``layer`` line for each layer, with one value a
     query head:
 
-    - ``sigma``, ``bound``: the certified norm of W_Q^T W_K without the softmax scale, and the certified bound on
-      |logit|, with rounding, both of the weights of the last refresh; with ``attach(.., bound="worst-case")``.
+    - ``sigma``: the norm of W_Q^T W_K, without the softmax scale and without rotation, of the weights now.
+      ``sigma_rope``, ``bound``: the certified norm over every rotation between two positions, and the certified bound on
+      |logit|, with rounding, both of the weights of the last refresh. With ``attach(.., bound="worst-case")`` and exact norms.
     - ``w_q``: certified spectral norm of the head's own W_Q, at most 0.1 % too large, of the weights now. Left out for
       layers that FSDP shards.
     - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and
@@ -60,7 +61,7 @@ class Monitor:
 
     The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are
     written then. ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
-    which makes a writer beside the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
+    which makes a writer next to the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
     ``path=None`` writes no file.
 
     ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each
@@ -162,7 +163,7 @@ class Monitor:
         loss_scale: Number | None = None,
         skipped: bool = False,
     ) -> None:
-        """Records a step; call it once a step, behind the backward, before or after ``refresh()``.
+        """Records a step; call it once per step, after the backward, before or after ``refresh()``.
 
         All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left
         the weights as they were. Raises :class:`ArgumentError` for other values, :class:`SigmascaleError` after
@@ -190,21 +191,28 @@ class Monitor:
         if runtime._tensors is None:
             raise SigmascaleError("the model was deleted: make a runtime and a monitor of the model that is in use")
         norms = dict(zip(runtime._resident, _norms.query_norms(runtime._tensors)))
-        bounds = [] if runtime.logits is None else [runtime.logits]
+        certified = runtime.logits is not None and runtime._estimates is None
+        bounds, sigmas = [runtime.logits] if certified else [], {}
+        if certified:
+            every = zip(runtime._resident, map(_norms.interaction_norms, runtime._tensors))
+            sigmas = {index: sigma for index, sigma in every if sigma is not None}
         pending = self._lines.tensors()
         moved = [tensor.to(runtime.device) for tensor in pending]
-        rows, values = self._window.take(*bounds, *norms.values(), *self._samples.values(), *moved)
+        rows, values = self._window.take(*bounds, *norms.values(), *sigmas.values(), *self._samples.values(), *moved)
         bounds = values[: len(bounds)]
         norms = dict(zip(norms, values[len(bounds) :]))
-        samples = dict(zip(self._samples, values[len(bounds) + len(norms) :]))
+        sigmas = dict(zip(sigmas, values[len(bounds) + len(norms) :]))
+        samples = dict(zip(self._samples, values[len(bounds) + len(norms) + len(sigmas) :]))
         self._lines.flush([float(value) for value in values[len(values) - len(moved) :]])
         layers = []
         for plan, number, found in zip(runtime.layers, self._numbers, rows):
             columns = {}
             if bounds:
-                sigma, bound = bounds[0][plan.index, : plan.n_q_heads, [0, 2]]
+                rope, bound = bounds[0][plan.index, : plan.n_q_heads, [0, 2]]
+                if plan.index in sigmas:
+                    columns["sigma"] = sigmas[plan.index]
                 # Where q and k are normalised there is no sigma.
-                columns |= ({"sigma": sigma} if sigma.any() else {}) | {"bound": bound}
+                columns |= ({"sigma_rope": rope} if rope.any() else {}) | {"bound": bound}
             if plan.index in norms:
                 columns["w_q"] = norms[plan.index]
             sampled = dict(zip(_samples.NAMES, samples[plan.index])) if plan.index in samples else {}
@@ -310,7 +318,7 @@ def _close(lines, window, watched, sinks):
 
 
 def _value(name, value):
-    """A number, or a tensor of one on a device, of which nothing is read yet."""
+    """A number, or a tensor of one on a device that is not read yet."""
     if not isinstance(value, torch.Tensor):
         return real(name, value)
     if value.numel() != 1:

@@ -32,22 +32,41 @@ def query_norms(layers):
     return found
 
 
-def _grams(layer):
-    """W W^T of each head in f64, ``(n_q_heads, d_head, d_head)``."""
-    weight, d = layer.q.detach(), layer.d_head
-    starts = range(0, layer.n_q_heads * d, d) if layer.heads is None else layer.heads[0]
+@torch.no_grad()
+def interaction_norms(layer):
+    """Upper bounds on the norms of W_Q^T W_K of each query head without rotation, with the norm's gain and without its mean, up to
+    rounding: f64 ``(n_q_heads,)`` on the weight's device, without waiting for it. None where q and k are normalized.
+
+    They are the roots of the largest eigenvalues of G_Q G_K, a product that is not symmetric: a power of it is as large as its
+    largest eigenvalue's, times at most the root of the condition number of G_K, which 14 squarings make negligible.
+    """
+    if layer.q_norm is not None or layer.latent is not None:
+        return None
+    keys = _grams(layer, 1, True).repeat_interleave(layer.n_q_heads // layer.n_kv_heads, dim=0)
+    return _largest(_grams(layer, 0, True) @ keys, 14).sqrt()
+
+
+def _grams(layer, which=0, effective=False):
+    """W W^T of each head of q (0) or k (1) in f64, ``(heads, d_head, d_head)``; ``effective``: as the norm in front makes W."""
+    weight, heads = ((layer.q, layer.n_q_heads), (layer.k, layer.n_kv_heads))[which]
+    weight, d = weight.detach(), layer.d_head
+    starts = range(0, heads * d, d) if layer.heads is None else layer.heads[which]
     step = max(1, _BYTES // (8 * d * weight.shape[1]))
     grams = []
-    for first in range(0, layer.n_q_heads, step):
+    for first in range(0, heads, step):
         rows = torch.stack([weight[start : start + d] for start in starts[first : first + step]]).double()
+        if effective and layer.gain is not None:
+            rows = rows * (layer.gain.detach().double() + layer.gain_offset)
+        if effective and layer.norm == "layer":
+            rows = rows - rows.mean(dim=2, keepdim=True)
         grams.append(rows @ rows.transpose(1, 2))
     return torch.cat(grams)
 
 
-def _largest(gram):
-    """At least the largest eigenvalue of each positive semidefinite matrix, up to rounding."""
+def _largest(gram, squarings=None):
+    """At least the largest eigenvalue of each positive semidefinite matrix, or product of two, up to rounding."""
     logarithm, share = torch.zeros(gram.shape[0], dtype=gram.dtype, device=gram.device), 1.0
-    squarings = max(1, math.ceil(math.log2(math.log(gram.shape[1]) / 4e-3)))
+    squarings = squarings or max(1, math.ceil(math.log2(math.log(gram.shape[1]) / 4e-3)))
     for turn in range(squarings + 1):
         norm = torch.linalg.matrix_norm(gram)
         logarithm = logarithm + share * norm.log()

@@ -2,7 +2,7 @@
 checkpoints see them.
 
 Addresses and streams are read inside them alone. What a call computes is listed in :class:`Terms`; both operators take it
-flat, behind their tensors. ``attention`` returns the output, the log-sum-exp, what a backward needs (:class:`Kept`) as
+flat, after their tensors. ``attention`` returns the output, the log-sum-exp, what a backward needs (:class:`Kept`) as
 ``terms.keeps`` says, and with ``report`` the telemetry of the call; what is not kept is an empty tensor. It writes into none
 of its arguments: a checkpoint in compiled code would keep such an argument until the backward, and autograd refuses it there
 once another call has written into it. ``report`` takes the telemetry of a call into that of a layer, and leaves zeros.
@@ -24,7 +24,7 @@ from ._terms import Terms
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for a backward, beside its output: q, k and v in E4M3 as uint8, since PyTorch lacks some operations
+    """What a forward keeps for a backward, besides its output: q, k and v in E4M3 as uint8, since PyTorch lacks some operations
     on float8; the logarithm of each row's largest P; and what the rounding of the output took."""
 
     q8: torch.Tensor
@@ -207,7 +207,7 @@ def _differentiable(q, k, v, q_descale, k_descale, v_descale, o_descale, *rest):
 
 
 def plain(*tensors):
-    """Whether nobody looks on: no compiler, exporter, checkpoint policy, transform or subclass."""
+    """Whether nothing observes the call: no compiler, exporter, checkpoint policy, transform or subclass."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -218,7 +218,7 @@ def plain(*tensors):
 
 def run(q, k, v, descales, terms, backend, label=None, words=None, rope=None):
     """The operator ``attention``, with its telemetry taken into ``words``; ``descales`` of q, k, v and o, which may be None.
-    Where nobody looks on it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
+    Where nothing observes the call, it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
     this package's kernels."""
     if not plain(q, k, v):
         *result, reported = attention(q, k, v, *descales, *terms.flat(), backend, label, words is not None)

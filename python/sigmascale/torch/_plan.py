@@ -46,6 +46,8 @@ class LayerPlan:
     # c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others (`attention`). The
     # descales cover keys and values with them and without.
     centers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    # "e4m3": calls cast their logits (`attention`).
+    logits: str | None = None
     key: int
     label: torch.Tensor
     logit_descale: torch.Tensor | None

@@ -118,6 +118,8 @@ def _put(present, saved):
 def _runtime_tensors(runtime):
     """What of a runtime later plans depend on, apart from its policy's memory."""
     own = [runtime.words, runtime.descales, runtime.logits, runtime.logit_descales, *runtime._policy.bounds()]
+    if runtime._estimates is not None:
+        own += [runtime._estimates.vectors, runtime._estimates.before]
     return [tensor for tensor in own if tensor is not None]
 
 

@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _calls, _distributed, _engine, _heads, _layers, _saved, _telemetry
+from . import _backends, _calls, _distributed, _engine, _estimates, _heads, _layers, _saved, _telemetry
 from ._plan import LayerPlan, give_plan, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ._typing import Backend, Bound, Fallback, Group, Layers, Policy, PolicyName, Telemetry
+    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, PolicyName, Telemetry
 
 
 class Runtime:
@@ -49,6 +49,7 @@ class Runtime:
 
     policy: PolicyName
     bound: Literal["worst-case"] | None
+    estimator: Estimator
     backend: Backend
     fallback: Fallback
     tail: Tail
@@ -76,6 +77,8 @@ class Runtime:
         fallback: Fallback = None,
         group: Group = None,
         telemetry: Telemetry = "full",
+        estimator: Estimator = "gram",
+        logits: Literal["e4m3"] | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -89,6 +92,17 @@ class Runtime:
         config = _native.policy(policy, parameters, counted)
         if bound not in (None, "worst-case"):
             raise ArgumentError(f"bound {bound!r}: expected 'worst-case' or None")
+        _estimates.checked(estimator)
+        if logits not in (None, "e4m3"):
+            raise ArgumentError(f"logits {logits!r} must be 'e4m3' or None")
+        if logits is not None and policy == "current":
+            raise UnsupportedError(
+                "policy 'current' measures q, k and v in each call and has no scales of logits: take another for logits='e4m3'"
+            )
+        # Without bounds on logits there is nothing that norms are needed for.
+        estimating = estimator != "gram" and (bound is not None or policy in FROM_BOUNDS)
+        if policy == "geometry" and (logits is not None or estimating):
+            bound = "worst-case"
         if backend != "auto":
             _backends.backend(backend)
         if fallback not in (None, "bf16"):
@@ -96,6 +110,7 @@ class Runtime:
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
+        self.estimator = estimator
         # Nothing is reduced before the first call: attach() communicates nothing.
         self._given, self._group = None if layers is None else list(layers), None
         self._model = weakref.ref(model)
@@ -111,6 +126,7 @@ class Runtime:
         self.device, self._q_heads = layers.device(), layers.q_heads
         self._shape, self._heads = _shape(found), _heads.Heads(found)
         check_layers(policy, found)
+        self._estimates = _estimates.Estimates(self, found, estimator) if estimating else None
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
@@ -129,6 +145,8 @@ class Runtime:
             self.logit_descales = self._heads.pad(make(count, n_q) + 1, 0) if has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
+        for plan in self.layers:
+            plan.logits = logits
         # Handles of hooks on FSDP units, which go with the runtime.
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
@@ -202,7 +220,7 @@ class Runtime:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _bind(self, layers):
-        """Sets engines up over the tensors where they lie now, and hooks where FSDP makes them whole."""
+        """Sets engines up over the tensors at their present addresses, and hooks where FSDP makes them whole."""
         # Unbound until all is done: what fails here is tried again at the next refresh.
         self._engine = self._sources = None
         _remove(self._hooks)
@@ -252,7 +270,7 @@ class Runtime:
                 self.layers[index].stale = False
 
     def _warn_of_dropout(self):
-        """Says once that a dropout behind a norm is active: what it keeps is larger than anything the norm gives."""
+        """Says once that a dropout after a norm is active: what it keeps is larger than anything the norm gives."""
         if self._warned_of_dropout or (self.policy not in FROM_BOUNDS and self.logits is None):
             return
         for name, dropout in self._dropouts:
@@ -362,7 +380,7 @@ class Runtime:
 
     def start_reduction(self) -> None:
         """Starts the all-reduce of a policy that observes, for which :meth:`refresh` waits; without this call it starts
-        there. Called after the last backward of a step and before ``optimizer.step()``, it runs beside the optimizer.
+        there. Called after the last backward of a step and before ``optimizer.step()``, it runs concurrently with the optimizer.
         Does nothing without a group, under the policies that observe nothing, and while a reduction is under way. What
         calls report between this and :meth:`refresh` is not planned from."""
         if self._group is None or not self._policy.remembers or self._reduction is not None:
@@ -388,8 +406,8 @@ class Runtime:
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
-        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own
-        heads there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a
+        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN; ``logit_overflow`` likewise,
+        logits past 448 descales where they are cast. Past a layer's own heads there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a
         backend, or ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by
         the reason. Counted where Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled
         code. ``reported``: whether this step's calls report; without, all but ``calls`` and ``why`` is zero.
@@ -404,6 +422,17 @@ class Runtime:
         their ``count``. NaN if nothing was observed: only the native kernel reports logits. Waits for the device; reset
         by ``load_state_dict``. Raises :class:`UnsupportedError` under another policy."""
         return self._policy.slack(len(self))
+
+    def estimates(self) -> dict[str, Any]:
+        """Where norms are estimated, how far the power iteration has come, as NumPy arrays: ``sigma`` ``(layers, n_q)``, estimates
+        from below (of the sum over the heads, for each, with ``power-summed``); ``upper``, what the norm does not exceed but
+        with the probability ``tail.delta`` in all, known from a cold start to the next refresh where nothing rotates, else NaN;
+        ``steps`` ``(layers,)``, iterations since the vectors were drawn. ``guarantee`` is ``"none"``: logits can exceed bounds
+        from estimates. Waits for the device. Raises :class:`UnsupportedError` with exact norms."""
+        if self._estimates is None:
+            raise UnsupportedError("norms are exact here: estimates are those of estimator='power' and 'power-summed'")
+        logits = self.logits if self.logits is not None else self._policy.head_bounds(self)
+        return self._estimates.report(logits)
 
     def check(self) -> None:
         """Raises :class:`NonFiniteError` if the last refresh met weights or bounds that are not finite. Waits."""
@@ -430,10 +459,20 @@ class Runtime:
         of zero, which ``delayed-paper`` and ``delayed-te`` put in their histories.
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
-        part = _saved.part(self, state)
-        if part is not None:
-            with torch.inference_mode(False), torch.no_grad():
+        part, vectors = _saved.part(self, state), _saved.estimates(self, state)
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            if part is not None:
                 self._policy.load(part["state"])
+            if vectors is not None:
+                self._estimates.load(vectors)
+                if self._engine is not None:
+                    self._engine.run(self._stream())
+                if self.logits is not None:
+                    self.logit_descales.copy_(self.logits[..., 3])
+                self._due |= self._sliced
+            if part is not None or vectors is not None:
+                self._policy.update(self, self._stream(), self._resident if vectors is not None else None)
+            if part is not None:
                 self.descales.copy_(part["descales"])
 
 

@@ -5,7 +5,7 @@ their products do. The exact output is the softmax of these logits times the E4M
 
     delta_bias = sum_rows (rowsum(dO * O) - rowsum(dO * O_exact)) / sum_rows |rowsum(dO * O_exact)|
 
-O is the output that the call returned, of which FlashAttention's backward computes delta. Source: "Why Low-Precision
+O is the output that the call returned, from which FlashAttention's backward computes delta. Source: "Why Low-Precision
 Transformer Training Fails", sections 3.2 and 3.3 (delta, its bias) and appendix E.1 (repeated maxima).
 """
 

@@ -1,4 +1,4 @@
-"""What one attention call computes beside its operands, and which keys its queries see."""
+"""What one attention call computes besides its operands, and which keys its queries see."""
 
 import dataclasses
 import operator
@@ -55,14 +55,14 @@ class Sequences:
 # Not frozen, which would take longer to make than the rest of a call.
 @dataclasses.dataclass
 class Terms:
-    """What a call computes beside its operands: the one list of it, whose values do not change once it is made.
+    """What a call computes besides its operands: the one list of it, whose values do not change once it is made.
 
     Schemas and fake implementations of the operators, what autograd saves, and keys of caches are made from these fields, and the
     native half reads them by name (``Terms`` in ``python/src/call.rs``). A new term is a field here and one there.
 
-    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
+    Query i of a sequence has position i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
     all), none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
-    head's row sums.
+    head's row sums. Behind the soft-cap logits are rounded to E4M3 in units of ``logit_descale``; gradients pass through.
     """
 
     causal: bool = _term("bool")
@@ -79,6 +79,8 @@ class Terms:
     accumulator: str = _term("str", default="fp8-256")
     # What the forward keeps for a backward.
     keeps: str = _term("str", default=NOTHING)
+    # Descales of logits in E4M3, f32 `(n_q_heads,)`; None: they stay in f32.
+    logit_descale: torch.Tensor | None = _term("Tensor?", default=None)
     # Of the operators it is all the fields of `Sequences`, or None for each.
     sequences: Sequences | None = None
 
@@ -183,7 +185,7 @@ def _in_window(ahead, left, right):
 
 
 def _sequence_of(starts, ends, row):
-    """The sequence of each row, and whether it lies in one at all."""
+    """The sequence of each row, and whether it is in one at all."""
     of = torch.bucketize(row, ends, right=True).clamp_max(starts.shape[0] - 1)
     return of, (row >= starts[of]) & (row < ends[of])
 
@@ -196,7 +198,7 @@ def within(x, starts, ends):
 
 
 def seen_rows(q, k, v, terms):
-    """The operands with zeros where no sequence lies."""
+    """The operands with zeros outside of sequences."""
     if terms.sequences is None:
         return q, k, v
     q_starts, q_ends, k_starts, k_ends = terms.sequences.places

@@ -15,6 +15,8 @@ PolicyName = _types.Policy
 # A policy by its name, or with parameters.
 Policy = PolicyName | AutoC | DelayedPaper | DelayedTe
 Bound = Literal["worst-case"]
+# Where the norms of logit bounds come from.
+Estimator = Literal["gram", "power", "power-summed"]
 Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 Fallback = Literal["bf16"] | None
 # How the backward computes dQ, where not as usual.

@@ -200,7 +200,7 @@ impl BackwardEngine {
         &self.kernels.device
     }
 
-    /// Bytes of device memory that a call needs beside its tensors.
+    /// Bytes of device memory that a call needs besides its tensors.
     ///
     /// # Errors
     /// If the call is not offered.

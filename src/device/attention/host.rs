@@ -265,7 +265,7 @@ impl Resident {
 }
 
 impl Resident {
-    /// Bytes that stay between the forward and the backward beside q, k and v, and bytes of the workspace.
+    /// Bytes that stay between the forward and the backward besides q, k and v, and bytes of the workspace.
     pub fn bytes(&self) -> [usize; 2] {
         let saved: usize = self.memory.saved.iter().map(Buffer::len).sum();
         [self.memory.out.len() + 4 * self.memory.lse.len() + saved, self.workspace.extents()[0]]

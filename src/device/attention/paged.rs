@@ -199,7 +199,7 @@ impl Cuda {
         let (causal, _) = call.call.features();
         let mut params = params::Forward {
             row_blocks: split.row_blocks(sizes) as i32,
-            // A row of a call that is not causal stands behind all keys.
+            // A row of a call that is not causal sees all keys.
             causal_offset: if causal { 0 } else { sizes.len_q as i32 },
             out_e4m3: (t.out.element() == Element::E4m3).into(),
             ..params::Forward::of(call.call, t, at(0), &self.kernels)
@@ -249,7 +249,7 @@ impl Cuda {
                 1 << log2_page_size
             )),
             2 => Error::argument(format_args!(
-                "block_table[{sequence}][{entry}] = {value} is none of the cache's {count} pages"
+                "block_table[{sequence}][{entry}] = {value} is not one of the cache's {count} pages"
             )),
             _ => Error::argument(format_args!(
                 "block_table[{sequence}][{entry}] = {value}: tokens are appended to rows of this page that another entry uses"

@@ -22,7 +22,7 @@ macro_rules! name_of {
 }
 
 /// Structs of the host, each with the struct of the kernels that it mirrors, the file that has it, and the macro that it is compiled with.
-/// Arrays stand for fields behind each other, of which the first is named.
+/// An array represents consecutive fields and has the name of the first.
 macro_rules! mirrors {
     ($($(#[$doc:meta])* $mirror:ident is $name:ident of $file:literal $(with $define:ident)? {
         $($field:ident $(as $other:literal)?: $type:ty,)*

@@ -146,7 +146,7 @@ impl DeviceCall {
     }
 }
 
-/// What a kernel is compiled for beside types and tiles.
+/// What a kernel is compiled for besides types and tiles.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Features {
     /// A window that hides keys of some row.

@@ -27,7 +27,7 @@ impl Pv {
     /// Keys from which on a flush costs nearly nothing.
     const SELDOM: usize = 2048;
 
-    /// Registers do not hold a second set of sums beside logits in E4M3 or a soft-cap, nor beside telemetry where three consumers
+    /// Registers do not hold a second set of sums next to logits in E4M3 or a soft-cap, nor beside telemetry where three consumers
     /// share them. Parts of a split call (`tile` is `None`) are short, and always promoted after every tile, as are sums in slices.
     fn of(
         accumulator: PvAccumulator,
@@ -67,7 +67,7 @@ enum Mainloop {
 
 impl Mainloop {
     fn of(dims: HeadDims, tile: Tile, pv: Pv, [telemetry, logits_e4m3]: [bool; 2], features: Features) -> Self {
-        // What the registers of two consumers do not hold beside the logits of two tiles.
+        // What the registers of two consumers do not hold next to the logits of two tiles.
         let more = logits_e4m3 || features.soft_cap || features.windowed() && telemetry;
         match pv {
             _ if tile.consumers == 2 && dims.v <= 128 && !more => Self::Double,
@@ -76,7 +76,7 @@ impl Mainloop {
         }
     }
 
-    /// Whether a thread has no registers for P V of a tile beside O.
+    /// Whether a thread has no registers for P V of a tile next to O.
     fn slices(dims: HeadDims, tile: Tile) -> bool {
         dims.v > 128 || (dims.v > 64 && tile == Tile::THREE)
     }
@@ -427,7 +427,7 @@ fn keeping(dims: HeadDims) -> Vec<Variant> {
 }
 
 /// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room
-/// for one set of logits beside O and the sums of a tile, or every feature is there at once.
+/// for one set of logits next to O and the sums of a tile, or every feature is there at once.
 pub fn spilling_variants() -> Vec<(Request, u32)> {
     let varlen = Features { varlen: true, ..Features::default() };
     let sink = Features { sink: true, ..varlen };
