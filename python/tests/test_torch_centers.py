@@ -1,6 +1,7 @@
 """Centers of keys and values in calls: exact for any values, and each form that is not is told apart."""
 
 import functools
+import types
 
 import pytest
 
@@ -149,7 +150,7 @@ class _Planned:
         from sigmascale.torch._plan import LayerPlan
 
         plan = LayerPlan(self, 0, layer(HEADS, D))
-        plan.centers = self._centers
+        plan.kept = types.SimpleNamespace(of=[self._centers], learns=lambda index: False)
         return plan
 
 
@@ -237,3 +238,109 @@ def test_joined_and_subtracted_are_inverse():
     assert torch.equal(there[0, 2, 1], out[0, 2, 1]) and error(_centers.joined(there, lse, terms, -1), out) < 1e-6
     minus = _centers.subtracted(k, v, (c, m))
     assert all(error(a, b) < 1e-6 for a, b in zip(_centers.restored(*minus, terms), (k, v)))
+
+
+def qwen(**options):
+    """A small model whose keys have a bias."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    torch.manual_seed(3)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, intermediate_size=128, **options)).eval()
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.self_attn.k_proj.bias.normal_(0, 4)
+            layer.self_attn.v_proj.bias.normal_(0, 2)
+    model.set_attn_implementation(fp8.register())
+    return model
+
+
+def test_centers_of_weights_are_those_of_an_export(tmp_path):
+    model = qwen()
+    model.save_pretrained(tmp_path)
+    runtime = fp8.attach(model, center="weights")
+    own = sigmascale.centers(tmp_path)
+    assert [layer["layer"] for layer in own["layers"]] == [0, 1] and len(own["hash"]) == 16
+    for plan, layer in zip(runtime.layers, own["layers"]):
+        c, m = plan.centers
+        assert m is None and torch.equal(c, torch.tensor(layer["k"])) and bool(c.any())
+    given = fp8.attach(model, center=own)
+    assert torch.equal(given.layers[1].centers[0], runtime.layers[1].centers[0])
+    # Descales cover keys with the center and without.
+    plain_rows = fp8.attach(model).descales
+    grown = runtime.descales - plain_rows
+    largest = runtime.layers[0].centers[0].abs().amax(dim=1) / 448
+    assert bool((grown[0, 1] >= largest).all()) and bool((grown[0, 1] <= 1.001 * largest).all())
+    assert not grown[:, 0].any() and not grown[:, 2:].any()
+    before = runtime.descales.clone()
+    runtime.refresh()
+    assert torch.equal(runtime.descales, before), "a refresh adds nothing twice"
+
+
+def test_a_models_output_is_nearer_with_centers():
+    model = qwen()
+    tokens = torch.arange(60)[None] % 64
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        exact = model(tokens).logits
+        model.set_attn_implementation(fp8.register())
+        errors = {}
+        for center in ("none", "weights", "mean"):
+            runtime = fp8.attach(model, center=center)
+            for _ in range(9 if center == "mean" else 1):
+                out = model(tokens).logits
+            runtime.refresh()
+            out = model(tokens).logits
+            errors[center] = error(out, exact)
+    assert errors["weights"] < 0.6 * errors["none"] and errors["mean"] < 0.6 * errors["none"], errors
+
+
+def test_means_are_taken_once_and_saved():
+    model = qwen()
+    tokens = lambda seed: torch.randint(64, (4, 70), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        runtime = fp8.attach(model, center="mean")
+        c, m = runtime.layers[1].centers
+        assert not c.any() and runtime.layers[1].learns_centers
+        model(tokens(0))
+        runtime.refresh()
+        assert not c.any(), "280 tokens are too few"
+        model(tokens(1))
+        runtime.refresh()
+        assert bool(c.any() and m.any()) and not runtime.layers[1].learns_centers
+        first = c.clone()
+        model(tokens(2))
+        runtime.refresh()
+        assert torch.equal(c, first)
+        state = runtime.state_dict()
+        other = fp8.attach(model, center="mean")
+        pointer = other.layers[1].centers[0].data_ptr()
+        other.load_state_dict(state)
+        assert torch.equal(other.layers[1].centers[0], first) and other.layers[1].centers[0].data_ptr() == pointer
+        assert torch.allclose(other.descales, runtime.descales, rtol=1e-6)
+        merged = fp8.merge_states([state, state])
+        assert len(merged["centers"]["rows"]) == 4
+        with pytest.raises(sigmascale.MismatchError, match="center 'mean', this runtime 'none'"):
+            fp8.attach(model).load_state_dict(state)
+
+
+def test_what_no_center_can_come_from_is_refused():
+    model = qwen()
+    with pytest.raises(sigmascale.ArgumentError, match="must be 'none', 'weights', 'mean'"):
+        fp8.attach(model, center="median")
+    layers = fp8.attach(model)._layers().at_rest
+    with pytest.raises(sigmascale.UnsupportedError, match="center=sigmascale.centers"):
+        fp8.attach(torch.nn.ModuleList([model]), layers=layers, center="weights")
+
+
+def test_a_cache_of_generate_holds_centered_keys():
+    model = qwen()
+    tokens = torch.arange(24)[None] % 64
+    with torch.no_grad():
+        out = {}
+        for center in ("none", "weights"):
+            runtime = fp8.attach(model, center=center)
+            whole = model(tokens).logits[:, -4:]
+            cache = fp8.fp8_cache(runtime)
+            model(tokens[:, :20], past_key_values=cache)
+            out[center] = error(model(tokens[:, 20:], past_key_values=cache).logits, whole)
+    assert out["weights"] < 0.02 and out["none"] < 0.02, out

@@ -43,9 +43,8 @@ class LayerPlan:
     stale: bool
     # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
     unrounded_delta: bool = False
-    # c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others (`attention`). The
-    # descales cover keys and values with them and without.
-    centers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    # The centers of the runtime's layers.
+    kept: Any = None
     # "e4m3": calls cast their logits (`attention`).
     logits: str | None = None
     key: int
@@ -76,6 +75,17 @@ class LayerPlan:
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
         for tensor in (runtime.descales, runtime.words, self._rows, self.words):
             _tell_compiler(tensor)
+
+    @property
+    def centers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others. The descales
+        cover keys and values with them and without."""
+        return (None, None) if self.kept is None else self.kept.of[self.index]
+
+    @property
+    def learns_centers(self) -> bool:
+        """Whether calls take part in the means that centers come from."""
+        return self.kept is not None and self.kept.learns(self.index)
 
     @property
     def reported(self) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _calls, _distributed, _engine, _estimates, _heads, _layers, _saved, _telemetry
+from . import _backends, _calls, _centers, _distributed, _engine, _estimates, _heads, _layers, _saved, _telemetry
 from ._plan import LayerPlan, give_plan, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, PolicyName, Telemetry
+    from ._typing import Backend, Bound, Center, Estimator, Fallback, Group, Layers, Policy, PolicyName, Telemetry
 
 
 class Runtime:
@@ -39,6 +39,7 @@ class Runtime:
     - ``logit_descales``: f32 ``(layers, n_q_heads)``, which map the policy's logit bound onto ``tail.eta`` of E4M3, or
       None if the policy has no logit bound.
     - ``tail``: the :class:`sigmascale.Tail` in use.
+    - ``centers``: what is subtracted from keys and values of each layer (``plan.centers``).
     - ``before_refresh``, ``after_refresh``: lists of functions that are called with the runtime, before each refresh,
       while the statistics of its calls are still there, and at its end, on its stream.
 
@@ -79,6 +80,7 @@ class Runtime:
         telemetry: Telemetry = "full",
         estimator: Estimator = "gram",
         logits: Literal["e4m3"] | None = None,
+        center: Center = "none",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -151,6 +153,9 @@ class Runtime:
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
         self._bind(layers)
+        self.centers = _centers.Kept(center, self, model, layers)
+        for plan in self.layers:
+            plan.kept = self.centers
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
@@ -266,6 +271,7 @@ class Runtime:
                 if self.logits is not None:
                     self.logit_descales[index].copy_(self.logits[index, :, 3])
                 self._policy.update(self, self._stream(), [index])
+                self.centers.widen(self.descales, [index])
                 self._due.discard(index)
                 self.layers[index].stale = False
 
@@ -361,6 +367,9 @@ class Runtime:
                     self.logit_descales.copy_(self.logits[..., 3])
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._resident if from_weights else None)
+                self.centers.refresh(self._group)
+                if not self._policy.per_call:
+                    self.centers.widen(self.descales, self._resident if from_weights else slice(None))
                 self.words.zero_()
                 for plan in self.layers:
                     _calls.clear(plan.key)
@@ -460,6 +469,7 @@ class Runtime:
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         part, vectors = _saved.part(self, state), _saved.estimates(self, state)
+        centers = _saved.centers(self, state)
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             if part is not None:
                 self._policy.load(part["state"])
@@ -472,6 +482,7 @@ class Runtime:
                 self._due |= self._sliced
             if part is not None or vectors is not None:
                 self._policy.update(self, self._stream(), self._resident if vectors is not None else None)
+            self.centers.load(centers, self.descales)
             if part is not None:
                 self.descales.copy_(part["descales"])
 

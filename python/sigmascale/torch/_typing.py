@@ -32,6 +32,8 @@ Kernels = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., 
 Rotation = Rope | tuple[torch.Tensor, torch.Tensor]
 # What is subtracted from keys and values of each KV head.
 Centers = tuple[torch.Tensor | None, torch.Tensor | None]
+# Where centers of a runtime come from: a name, or what `sigmascale.centers` returned.
+Center = Literal["none", "weights", "mean"] | Mapping[str, Any] | None
 # What a training loop measures.
 Number = float | torch.Tensor
 Event = Mapping[str, Any]
