@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 class Plans(Protocol):
     """The runtime of a plan, as far as plans and calls need it."""
 
-    policy: str
-    backend: str
-    fallback: str | None
-    reporting: bool
+    _policy: Any
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def fallback(self) -> str | None: ...
+    @property
+    def reporting(self) -> bool: ...
+
     descales: torch.Tensor
     words: torch.Tensor
     logit_descales: torch.Tensor | None
+    _model: weakref.ref[torch.nn.Module]
 
 
 class LayerPlan:
@@ -41,8 +49,6 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
-    # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
-    unrounded_delta: bool = False
     # The centers of the runtime's layers.
     kept: Any = None
     # "e4m3": calls cast their logits (`attention`).
@@ -86,6 +92,12 @@ class LayerPlan:
     def learns_centers(self) -> bool:
         """Whether calls take part in the means that centers come from."""
         return self.kept is not None and self.kept.learns(self.index)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode, where a forward without gradients can be that of a checkpoint."""
+        model = self.runtime._model()
+        return model is not None and model.training
 
     @property
     def reported(self) -> torch.Tensor | None:
@@ -171,9 +183,14 @@ def give_plan(module, plan):
     setattr(module, _Plans.name, _Plans([*alive, plan]))
 
 
+def plans_of(module):
+    """The plans of a module, the latest last."""
+    return getattr(module, _Plans.name, ())
+
+
 def plan_of_module(module):
     """The latest plan of a module whose runtime is alive."""
-    for plan in reversed(getattr(module, _Plans.name, ())):
+    for plan in reversed(plans_of(module)):
         if plan._runtime() is not None:
             return plan
     raise ArgumentError(
