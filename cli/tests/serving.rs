@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use sigmascale::Descale;
 use sigmascale::calibrate::{Calibration, Options};
 use sigmascale::model::Checkpoint;
+use sigmascale::plan::{CenterPolicy, CenteredLayer};
 use sigmascale::serving::{Audit, Engine, ExportOptions, LayerScales, ScaleStream, Serving, export, refit};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -519,12 +520,13 @@ fn scales_of_before_are_replaced() {
 /// Both scales of keys are judged: the stored one, and that of centered keys in the certificate.
 #[test]
 fn centers_of_a_certificate_are_judged() {
-    let case = Case { bias: true, ..grouped("qwen2", "llama", json!({})) };
+    let case = Case { bias: true, ..grouped("qwen2", "llama", json!({"rope_theta": 1e6})) };
     let mut tensors = draw(&case, 5);
-    // A bias that is most of a key.
+    // A bias that is most of a key, in pairs that are far from a turn within the positions.
     for (name, (_, values)) in &mut tensors.0 {
         if name.ends_with("k_proj.bias") {
-            values.iter_mut().for_each(|x| *x = 40.0);
+            let slow = |channel: usize| channel % 16 % 8 >= 4;
+            values.iter_mut().enumerate().filter(|(channel, _)| slow(*channel)).for_each(|(_, x)| *x = 40.0);
         }
     }
     let model = written(&case, &tensors);
@@ -1019,7 +1021,15 @@ mod streams {
         for layer in 0..checkpoint.spec().layers.len() {
             calibration.layer(checkpoint.layer(layer).unwrap()).unwrap();
         }
-        calibration.finish().layer_scales().unwrap()
+        let profile = calibration.finish();
+        let mut layers = profile.layer_scales().unwrap();
+        for ((index, scales), center) in layers.iter_mut().enumerate().zip(profile.centers()) {
+            let weights = checkpoint.layer(index).unwrap();
+            let own = CenteredLayer::of_weights(checkpoint.spec(), weights, &CenterPolicy::CACHE).unwrap().unwrap().1;
+            assert_eq!((&own.center.k, &own.center.v), (&center.k, &center.v), "{}", scales.module);
+            scales.centered = Some(own).filter(|own| !own.center.is_none());
+        }
+        layers
     }
 
     fn streamed(stream: &mut ScaleStream, tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)]) -> Vec<LayerScales> {

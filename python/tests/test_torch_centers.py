@@ -243,15 +243,17 @@ def test_joined_and_subtracted_are_inverse():
     assert all(error(a, b) < 1e-6 for a, b in zip(_centers.restored(*minus, terms), (k, v)))
 
 
-def qwen(**options):
-    """A small model whose keys have a bias."""
+def qwen():
+    """A small model whose keys have a bias, in pairs that are far from a turn within its positions."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    sizes |= {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     torch.manual_seed(3)
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, intermediate_size=128, **options)).eval()
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, intermediate_size=128)).eval()
     for layer in model.model.layers:
         with torch.no_grad():
-            layer.self_attn.k_proj.bias.normal_(0, 4)
+            bias = layer.self_attn.k_proj.bias.zero_()
+            bias.view(2, 2, 16)[:, :, 8:] = torch.randn(2, 2, 8) * 2 + 12
             layer.self_attn.v_proj.bias.normal_(0, 2)
     model.set_attn_implementation(fp8.register())
     return model
