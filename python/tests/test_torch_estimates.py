@@ -56,7 +56,7 @@ def test_estimates_rise_to_the_norm_with_every_refresh(estimator):
     first = runtime.estimates()
     assert first["steps"].tolist() == [5, 5] and first["guarantee"] == "none"
     last = first["sigma"]
-    for step in range(60):
+    for _ in range(60):
         runtime.refresh()
         now = runtime.estimates()["sigma"]
         assert (now >= last * (1 - 1e-5)).all()
