@@ -122,7 +122,7 @@ pub struct Page {
 }
 
 /// How a verdict is colored.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tone {
     /// Nothing can overflow, or nothing did.
     Good,

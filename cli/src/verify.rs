@@ -1,13 +1,15 @@
 //! `sigmascale verify`: which scales an engine would use, and which the weights need.
 
+use super::annotations;
 use super::export::ServingArgs;
 use super::html::{Made, Page, Tone};
 use super::model::{Model, files};
 use super::named::named;
-use super::output::{OutputArgs, write_file};
-use super::progress;
 use super::numbers::count;
+use super::output::{Format, OutputArgs, write_file};
+use super::progress;
 use super::table::{Table, range, short, wrapped};
+use super::terminal::toned;
 use clap::ValueEnum;
 use serde::Serialize;
 use sigmascale::bound::E4M3_MAX;
@@ -40,17 +42,33 @@ pub struct Args {
     /// Exit with 0 where nothing is wrong and something is unknown
     #[arg(long, value_enum, value_name = "WHAT")]
     allow: Option<Allowed>,
-    /// Print every row of the table; by default the worst 24
+    /// Print what is not safe alone
     #[arg(long)]
-    all: bool,
-    /// Same as --format json
-    #[arg(long)]
-    json: bool,
+    problems_only: bool,
     /// Also write the result as an HTML page to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
-    output: OutputArgs,
+    output: OutputArgs<AuditFormat>,
+}
+
+/// Formats of an audit.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum AuditFormat {
+    /// Text for people
+    Table,
+    /// JSON for scripts
+    Json,
+    /// Problems alone, as annotations of a GitHub workflow
+    Github,
+    /// Problems alone, as SARIF 2.1.0
+    Sarif,
+}
+
+impl From<AuditFormat> for Format {
+    fn from(format: AuditFormat) -> Self {
+        if format == AuditFormat::Table { Self::Table } else { Self::Json }
+    }
 }
 
 /// What may be accepted.
@@ -75,10 +93,7 @@ pub struct Report {
 }
 
 /// Runs the command; whether the checkpoint is safe, or as good as was asked for.
-pub fn run(mut args: Args, made: &Made) -> Result<bool> {
-    if args.json {
-        args.output.ask_for_json();
-    }
+pub fn run(args: Args, made: &Made) -> Result<bool> {
     args.output.check()?;
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;
@@ -94,7 +109,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
     };
     let mut engines: Vec<Engine> = args.engine.into_iter().collect();
     if engines.is_empty() {
-        let first = Engine::of_export(Path::new(&args.checkpoint)).unwrap_or(Engine::Vllm);
+        let first = Engine::of_export(checkpoint.path()).unwrap_or(Engine::Vllm);
         engines.push(first);
         engines.extend(Engine::ALL.into_iter().filter(|engine| *engine != first));
     }
@@ -106,23 +121,37 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
     let mut audits = serving::verify(&checkpoint, &engines, &options, &mut each)?.into_iter();
     bar.finish_and_clear();
     let audit = audits.next().ok_or_else(|| Error::argument("no engine was named"))?;
-    let observed = args.tokens.as_deref().map(|file| observed(&args, file)).transpose()?;
-    let report = Report { folder: args.checkpoint, audit, observed, others: audits.collect() };
+    let observed = args.tokens.as_deref().map(|file| observed(checkpoint.path(), file, args.seq_len)).transpose()?;
+    let mut report = Report { folder: args.checkpoint, audit, observed, others: audits.collect() };
     if let Some(file) = &args.html {
         write_file(file, page(&report, made).as_bytes())?;
     }
-    let most = if args.all { usize::MAX } else { ROWS };
-    args.output.write(&report, |report| table(report, most))?;
     let accepted = args.allow == Some(Allowed::Unknown) && report.audit.outcome == Outcome::Unknown;
-    Ok(report.audit.safe || accepted)
+    let good = report.audit.safe || accepted;
+    match args.output.format() {
+        Some(AuditFormat::Github) => args.output.write_text(&annotations::github(&report))?,
+        Some(AuditFormat::Sarif) => args.output.write_json(&annotations::sarif(&report))?,
+        Some(AuditFormat::Table) => {
+            args.output.write(&report, |report| table(report, args.output.most_rows(), args.problems_only))?;
+        }
+        _ => {
+            if args.problems_only {
+                for audit in std::iter::once(&mut report.audit).chain(&mut report.others) {
+                    audit.layers.retain(|layer| layer.entries().any(|(_, entry)| entry.verdict != ScaleVerdict::Safe));
+                }
+            }
+            args.output.write_json(&report)?;
+        }
+    }
+    Ok(good)
 }
 
 /// What a text reaches in the model's own forward.
-fn observed(args: &Args, file: &Path) -> Result<Observed> {
+fn observed(checkpoint: &Path, file: &Path, seq_len: Option<usize>) -> Result<Observed> {
     let tokens = TokenFile::read(file)?;
-    let model = StressModel::open(Path::new(&args.checkpoint))?;
+    let model = StressModel::open(checkpoint)?;
     let bar = progress::bar(model.spec().layers.len(), "{msg}: layer {pos}/{len}", "text");
-    let observed = observe(&model, &tokens, args.seq_len, &mut || bar.inc(1))?;
+    let observed = observe(&model, &tokens, seq_len, &mut || bar.inc(1))?;
     bar.finish_and_clear();
     Ok(observed)
 }
@@ -140,14 +169,16 @@ fn reached(observed: &Observed, layer: usize, operand: char) -> Option<f64> {
 
 /// How near the text comes to the end of a scale, at its nearest, and what the bound is there.
 fn slack(audit: &Audit, observed: &Observed) -> Option<String> {
-    let entries = audit.layers.iter().flat_map(|layer| layer.entries().map(move |(name, entry)| (layer.layer, name, entry)));
+    let entries =
+        audit.layers.iter().flat_map(|layer| layer.entries().map(move |(name, entry)| (layer.layer, name, entry)));
     let load = |(layer, operand, entry): (usize, char, &AuditEntry)| {
         let reached = reached(observed, layer, operand)? / f64::from(entry.scale);
         reached.is_finite().then_some((reached, layer, operand, entry.needed))
     };
     let (load, layer, operand, needed) = entries.filter_map(load).max_by(|a, b| a.0.total_cmp(&b.0))?;
     let tokens = observed.sequences * observed.seq_len;
-    let bound = needed.map_or("without a bound".to_owned(), |needed| format!("where the bound is {}", short(f64::from(needed))));
+    let bound = needed
+        .map_or("without a bound".to_owned(), |needed| format!("where the bound is {}", short(f64::from(needed))));
     let fits = if load <= 1.0 { "fits" } else { "OVERFLOWS" };
     Some(format!(
         "{} ({tokens} tokens) {fits}: it reaches at most {} of what the scales in use hold, in {operand} of layer {layer}, {bound}.",
@@ -158,14 +189,16 @@ fn slack(audit: &Audit, observed: &Observed) -> Option<String> {
 
 /// The result in a sentence.
 fn summary(audit: &Audit) -> String {
-    let total = audit.layers.iter().flat_map(|layer| layer.entries()).count();
+    let entries = || audit.layers.iter().flat_map(|layer| layer.entries());
+    let total = entries().count();
+    let stored = entries().filter(|(_, entry)| entry.stored.is_some()).count();
     let faults = audit.faults();
     let kinds = [
         (ScaleVerdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
         (ScaleVerdict::Mismatch, "read with another scale than written with"),
         (ScaleVerdict::Overflow, "can overflow"),
         (ScaleVerdict::NotLoaded, "never loaded"),
-        (ScaleVerdict::Missing, "missing"),
+        (ScaleVerdict::Missing, "without a scale and not covered by 1.0"),
         (ScaleVerdict::Unknown, "unknown"),
     ];
     let counted = kinds.iter().filter_map(|(verdict, words)| {
@@ -177,14 +210,27 @@ fn summary(audit: &Audit) -> String {
         list.push(format!("{} kinds of tensors or files were not judged", audit.unjudged.len()));
     }
     let (engine, list) = (audit.engine, list.join(", "));
+    let at_one = match stored {
+        0 => "No scale is stored, so the engine casts at 1.0",
+        _ if stored < total => "Where no scale is stored, the engine casts at 1.0",
+        _ => "",
+    };
     match audit.outcome {
+        Outcome::Safe if stored == 0 => {
+            format!("{engine}: safe. {at_one}, which covers the bounds of all {total} operands.")
+        }
+        Outcome::Safe if stored < total => {
+            format!(
+                "{engine}: safe. No normalized input can overflow with any of the {stored} scales. {at_one}, which covers the rest."
+            )
+        }
         Outcome::Safe => format!("{engine}: safe. No normalized input can overflow with any of the {total} scales."),
-        Outcome::Unknown => format!("{engine}: UNKNOWN. Of {total} scales: {list}."),
+        Outcome::Unknown => format!("{engine}: UNKNOWN. Of {total} operands: {list}."),
         Outcome::NotProven => format!(
-            "{engine}: not proven safe at 1.0. Of {total} scales: {list}. Nothing is stored for them, and whether a text reaches \
-             the bounds is not known."
+            "{engine}: not proven safe at 1.0. {at_one}. Of {total} operands: {list}. Whether a text reaches the bounds is not \
+             known."
         ),
-        Outcome::NotSafe => format!("{engine}: NOT SAFE. Of {total} scales: {list}."),
+        Outcome::NotSafe => format!("{engine}: NOT SAFE. Of {total} operands: {list}."),
     }
 }
 
@@ -222,13 +268,13 @@ fn unjudged(audit: &Audit) -> Vec<String> {
     audit.unjudged.iter().map(|one| format!("Not judged: {}: {}.", one.what, one.why)).collect()
 }
 
-/// Rows of the table, unless all are asked for: with what stands below them they fit a screen.
-const ROWS: usize = 24;
-
-fn table(report: &Report, most: usize) -> String {
+fn table(report: &Report, most: usize, problems_only: bool) -> String {
     let audit = &report.audit;
-    let mut out = format!("{}, for {} {}\n\n", audit.model, audit.engine, audit.version);
-    let rows = rows(audit, report.observed.as_ref());
+    let mut out = wrapped(&format!("{}, for {} {}", audit.model, audit.engine, audit.version), "") + "\n";
+    let mut rows = rows(audit, report.observed.as_ref());
+    if problems_only {
+        rows.retain(|row| row[5] != ScaleVerdict::Safe.name());
+    }
     let hidden = rows.get(most..).unwrap_or_default();
     let shown = rows.iter().take(most).cloned();
     let table = match report.observed {
@@ -243,25 +289,37 @@ fn table(report: &Report, most: usize) -> String {
     }
     out.push_str("needed: worst-case bound, including rounding, divided by 448\n");
     if report.observed.is_some() {
-        out.push_str("text: largest value that the text reaches in the model's own forward (f32), divided by 448\n");
+        let text = "text: largest value that the text reaches in the model's own forward (f32), divided by 448";
+        out.push_str(&wrapped(text, ""));
     }
     out.push('\n');
     let slack = report.observed.as_ref().and_then(|observed| slack(audit, observed));
     for note in audit.notes.iter().cloned().chain(unjudged(audit)).chain(slack) {
-        out.push_str(&wrapped(&note, "", 118));
+        out.push_str(&wrapped(&note, ""));
     }
     let mend = audit.mend(&report.folder);
     if !mend.is_empty() {
         out.push_str("What to do:\n");
-        mend.iter().for_each(|line| out.push_str(&format!("  {line}\n")));
+        for step in &mend {
+            // A command is copied: it has a line of its own.
+            match &step.command {
+                Some(command) => out.push_str(&format!("{}    {command}\n", wrapped(&format!("{}:", step.what), "  "))),
+                None => out.push_str(&wrapped(&step.what, "  ")),
+            }
+        }
     }
     if !report.others.is_empty() {
         out.push_str("\nOther engines (--for):\n");
-        report.others.iter().for_each(|other| out.push_str(&format!("  {}\n", summary(other))));
+        report.others.iter().for_each(|other| out.push_str(&wrapped(&summary(other), "  ")));
     }
-    let next = audit.next(&report.folder).map_or(String::new(), |command| format!(" Next: {command}"));
-    out.push_str(&format!("\n{}{next}\n", summary(audit)));
-    out
+    let tone = match audit.outcome {
+        Outcome::Safe => Tone::Good,
+        Outcome::NotSafe => Tone::Bad,
+        Outcome::Unknown | Outcome::NotProven => Tone::Plain,
+    };
+    out.push_str(&format!("\n{}", toned(tone, &wrapped(&summary(audit), ""))));
+    let next = audit.next(&report.folder).map_or(String::new(), |command| format!("Next: {command}\n"));
+    out + &next
 }
 
 /// The page.

@@ -183,8 +183,8 @@ def stress(
     after a quarter of the steps where the run is shorter.
     """
     if policies is not None:
-        one = isinstance(policies, str) or not isinstance(policies, Iterable)
-        policies = [named(policy) for policy in ([policies] if one else policies)]
+        several = [policies] if isinstance(policies, str) or not isinstance(policies, Iterable) else policies
+        policies = [named(policy) for policy in several]
     some, file = optional(count), optional(_path)
     arguments = {
         "model": file("model", model),

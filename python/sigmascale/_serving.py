@@ -40,8 +40,8 @@ def export(
     skipped get no scale.
     """
     arguments = (_path("model", model), _path("to", to), text("engine", engine))
-    options = (flag("per_head", per_head), flag("copy", copy), *_options(context, skip_layers))
-    return Export(json.loads(_native.export(*arguments, *options)))
+    serving = _options(context, skip_layers)
+    return Export(json.loads(_native.export(*arguments, flag("per_head", per_head), flag("copy", copy), *serving)))
 
 
 def _options(context: int | None, skip_layers: Iterable[int | str]) -> tuple[int | None, list[str]]:

@@ -258,6 +258,7 @@ class PolicySummary(TypedDict):
     layers: int
     overflow_layers: int
     overflow_steps: int
+    clipped_steps: int
     first_bad_step: int | None
     overflow_values: int
     values: int
@@ -265,6 +266,7 @@ class PolicySummary(TypedDict):
     overshoot: Quantiles | None
     utilization: Quantiles
     sqnr_db: float | None
+    sqnr_worst_step_db: float | None
     output_bias: float | None
     softmax_kl: float | None
     slack: NotRequired[list[Slack]]

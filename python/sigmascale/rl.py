@@ -91,7 +91,8 @@ class skyrl:
 
     def extract_weights(self, dtype: Any) -> Iterator[Any]:
         """The chunks of the weights, and one of the scales. All ranks iterate, as with SkyRL's own."""
-        kind, like = None, None
+        kind: Any = None
+        like: Any = None
         for chunk in self._extractor.extract_weights(dtype):
             yield chunk
             kind, like = type(chunk), chunk.tensors[0]

@@ -13,7 +13,7 @@ use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names, read_conf
 use sigmascale::policy::PolicyConfig;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
-use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
+use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run_with_progress};
 use sigmascale_lab::train::{self, LabOptions, ModelKind, trained};
 use std::ffi::OsString;
 use std::iter;
@@ -97,6 +97,7 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
         ModelSource::Config(spec) => calibrate_config(&spec, &options),
         ModelSource::Checkpoint(checkpoint) => {
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
+            stop.expect(checkpoint.spec().layers.len());
             for layer in 0..checkpoint.spec().layers.len() {
                 stop.check()?;
                 calibration.layer(checkpoint.layer(layer)?)?;
@@ -117,7 +118,7 @@ pub fn config_text(py: Python<'_>, file: PathBuf) -> PyResult<String> {
 
 #[pyfunction]
 pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> PyResult<String> {
-    detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
+    detached(py, "calibrate", move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
 /// The command, with the arguments that follow its name; returns its exit code. `plugins`: name, whether it would load, and what
@@ -132,7 +133,7 @@ pub fn command(py: Python<'_>, arguments: Vec<OsString>, plugins: Vec<(String, b
 /// JSON, and the page of the command line.
 #[pyfunction]
 pub fn inspect(py: Python<'_>, source: Source) -> PyResult<(String, String)> {
-    detached(py, move |stop| {
+    detached(py, "inspect", move |stop| {
         let profile = profile(source, Options::default(), stop)?;
         if profile.layers.is_none() {
             return Err(Error::argument(
@@ -242,8 +243,8 @@ impl StressArguments {
                 Err(Error::argument(format_args!("path needs a checkpoint as its model, and {name} has no weights")))
             }
             ModelSource::Config(spec) => StressModel::synthetic(&spec, self.seed),
-            ModelSource::Checkpoint(_) => {
-                let first = [PathBuf::from(name)];
+            ModelSource::Checkpoint(first) => {
+                let first = [first.path().to_owned()];
                 StressModel::open_path(&first.iter().chain(&self.path).collect::<Vec<_>>())
             }
         }
@@ -253,7 +254,7 @@ impl StressArguments {
 /// As [`inspect`].
 #[pyfunction]
 pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<(String, String)> {
-    detached(py, move |_| {
+    detached(py, "stress", move |stop| {
         let scenario: Scenario = scenario.parse()?;
         let options = arguments.options()?;
         if matches!(scenario, Scenario::Resume | Scenario::LrSpike) {
@@ -270,7 +271,11 @@ pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> P
             (Scenario::Replay, _, None) => Err(Error::argument("replay needs a trace")),
             (_, None, _) => Err(Error::argument(format_args!("{} needs a model", scenario.name()))),
             (_, _, Some(_)) => Err(Error::argument("a trace is for replay alone")),
-            (_, Some(name), None) => run(scenario, &arguments.open(name)?, &options),
+            (_, Some(name), None) => run_with_progress(scenario, &arguments.open(name)?, &options, |done| {
+                stop.expect(done.layers * done.steps);
+                // A run has no place to stop at.
+                let _ = stop.check();
+            }),
         }?;
         Ok((text(&result)?, pages::of_stress(result)))
     })

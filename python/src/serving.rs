@@ -6,7 +6,7 @@ use crate::threads::{beside, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
-use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
+use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module, local_path};
 use sigmascale::plan::{Center, CenterPolicy};
 use sigmascale::serving::{self, CenterCertificate, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
@@ -46,9 +46,11 @@ pub fn export(
     context: Option<usize>,
     skip: Vec<String>,
 ) -> PyResult<String> {
-    detached(py, move |stop| {
+    detached(py, "export", move |stop| {
         let options = ExportOptions { engine: name.parse()?, per_head, copy, serving: options(context, &skip)? };
-        text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
+        let checkpoint = checkpoint(&model)?;
+        stop.expect(checkpoint.spec().layers.len());
+        text(&serving::export(&checkpoint, &to, &options, &mut || stop.check())?)
     })
 }
 
@@ -62,16 +64,18 @@ pub fn verify(
     skip: Vec<String>,
     kv: String,
 ) -> PyResult<Vec<(String, String)>> {
-    detached(py, move |stop| {
+    detached(py, "verify", move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
-        let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
+        let own = || Engine::of_export(&local_path(&folder)).unwrap_or(Engine::Vllm);
         let mut engines = vec![first.unwrap_or_else(own)];
         if first.is_none() {
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
         let serving = Serving { kv: kv.parse()?, ..options(context, &skip)? };
-        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &serving, &mut || stop.check())?;
+        let checkpoint = checkpoint(&folder)?;
+        stop.expect(checkpoint.spec().layers.len());
+        let audits = serving::verify(&checkpoint, &engines, &serving, &mut || stop.check())?;
         audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
     })
 }
@@ -85,7 +89,7 @@ pub fn centers(
     values: String,
     positions: Option<usize>,
 ) -> PyResult<String> {
-    detached(py, move |stop| {
+    detached(py, "centers", move |stop| {
         let policy = CenterPolicy {
             k: keys.parse()?,
             v: values.parse()?,

@@ -159,6 +159,36 @@ def test_vllm_has_its_scales_in_place(within, made, per_head, platform):
 
 @pytest.mark.parametrize("made", MODES.values(), ids=MODES)
 @in_every_mode
+def test_vllm_subtracts_centers_in_their_place(within, made, monkeypatch):
+    class Attention(torch.nn.Module):
+        _sigmascale_center, head_size, num_kv_heads = None, 2, 2
+        forward = lambda self, query, key, value: key
+
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.attention", types.SimpleNamespace(Attention=Attention))
+    monkeypatch.setattr(vllm, "_forward", None)
+    config = types.SimpleNamespace(additional_config={})
+    with made():
+        module, other = Attention(), Attention()
+        module.register_buffer("_k_scale", torch.ones(1, dtype=torch.float32, device="cpu"))
+    with within():
+        vllm._center(module, [[1.0, -2.0], [0.5, 256.0]], config)
+    place = module._sigmascale_center
+    assert place.dtype == torch.float32 and place.device.type == "cpu" and config.additional_config
+    keys = torch.tensor([[1.0, 2.0, 3.0, 255.0]] * 3).bfloat16()
+    assert module(None, keys, None).flatten(1).tolist() == [[0.0, 4.0, 2.5, -1.0]] * 3
+    assert other(None, keys, None) is keys and module(None, None, None) is None
+    with pytest.raises(sigmascale.UnsupportedError, match="SIGMASCALE_CENTER=off"):
+        module(None, keys.to(torch.float8_e4m3fn), None)
+    for rows, left in [([[1.0, 0.0], [0.0, 0.0]], [0.0, 2.0, 3.0, 255.0]), (None, [1.0, 2.0, 3.0, 255.0])]:
+        with within():
+            vllm._center(module, rows, config)
+        assert module._sigmascale_center is place and module(None, keys, None).flatten(1).tolist() == [left] * 3
+
+
+@pytest.mark.parametrize("made", MODES.values(), ids=MODES)
+@in_every_mode
 def test_scales_of_a_sync_are_filled_in(within, made):
     with made():
         model = torch.nn.Module()

@@ -62,8 +62,8 @@ def test_gradients_are_turned_back():
     rope = fp8.Rope(*tables())
     grads = [torch.randn(x.shape) for x in (q, k)]
     back = torch.autograd.grad(_rope.turned_back(rope, q, k), (q, k), grads)
-    want = torch.autograd.grad(_rope.turned(rope, q, k), (q, k), grads)
-    for have, want, grad in zip(back, want, grads):
+    wants = torch.autograd.grad(_rope.turned(rope, q, k), (q, k), grads)
+    for have, want, grad in zip(back, wants, grads):
         assert torch.allclose(have, want, atol=1e-5) and not torch.allclose(have, grad, atol=1e-2)
 
 

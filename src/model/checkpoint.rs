@@ -118,6 +118,11 @@ impl Checkpoint {
         Self::new(path, parsed, open_held(weights, path.to_owned())?)
     }
 
+    /// Gives it another name than that of its folder.
+    pub(super) fn set_name(&mut self, name: &str) {
+        name.clone_into(&mut self.config.spec.name);
+    }
+
     fn new(path: &Path, config: Config, (shards, tensors): Opened) -> Result<Self> {
         config.check_stored(path)?;
         let mut checkpoint = Self { path: path.to_owned(), config, shards, tensors };
@@ -650,7 +655,8 @@ impl Checkpoint {
             let file = self.shards.get(entry.shard).map_or(&*self.path, |shard| &shard.path);
             Err(refuse(file, format_args!("tensor `{name}` {rule}")))
         };
-        const NEEDED: &str = "bounds need q, k and v in F64, F32, F16, BF16 or scaled E4M3 (keep attention out of the quantization)";
+        const NEEDED: &str =
+            "bounds need q, k and v in F64, F32, F16, BF16 or scaled E4M3 (keep attention out of the quantization)";
         for name in PACKED.map(|end| format!("{base}{end}")) {
             if let Some(entry) = self.tensors.get(&name) {
                 return refuse(&name, entry, format_args!("is of packed weights ({:?}): {NEEDED}", entry.dtype));
@@ -658,7 +664,11 @@ impl Checkpoint {
         }
         let factors = format!("{base}pre_quant_scale");
         if let Some(entry) = self.tensors.get(&factors) {
-            return refuse(&factors, entry, format_args!("multiplies the projection's input, which bounds do not count"));
+            return refuse(
+                &factors,
+                entry,
+                format_args!("multiplies the projection's input, which bounds do not count"),
+            );
         }
         let name = format!("{base}weight");
         match self.tensors.get(&name) {

@@ -15,6 +15,7 @@ mod gains;
 mod head_offsets;
 mod header;
 mod heads;
+mod hub;
 mod hybrid;
 mod keys;
 mod layout;
@@ -51,7 +52,7 @@ pub use rounding::{
 };
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
-pub use source::ModelSource;
+pub use source::{ModelSource, local_path};
 pub use spec::{
     AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope,
     RopeLayout, RopeRange, Temperature,

@@ -5,7 +5,9 @@
 use crate::html::Tone;
 use crate::table::brief;
 use sigmascale::policy::PolicyKind;
-use sigmascale_lab::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
+use sigmascale_lab::stress::{
+    Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow, median,
+};
 use std::collections::BTreeMap;
 
 /// Largest finite E4M3 value.
@@ -108,13 +110,11 @@ pub fn rows(run: &StressResult, policy: PolicyKind) -> impl Iterator<Item = &Tra
 /// single bad step cost.
 pub fn where_it_overflowed(run: &StressResult, policy: &PolicySummary) -> (Option<f64>, Option<f64>) {
     let over = || rows(run, policy.policy).filter(|row| row.overflow > 0);
-    (median(over().filter_map(|row| row.sqnr_db)), median(over().filter_map(|row| row.softmax_kl)))
+    (middle(over().filter_map(|row| row.sqnr_db)), middle(over().filter_map(|row| row.softmax_kl)))
 }
 
-fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len().saturating_sub(1) / 2).copied()
+fn middle(values: impl Iterator<Item = f64>) -> Option<f64> {
+    median(&mut values.collect::<Vec<_>>())
 }
 
 fn counted(count: usize, what: &str) -> String {
@@ -194,8 +194,9 @@ fn worst_layers(run: &StressResult) -> Option<String> {
         (!named.is_empty()).then(|| format!("{} {}", policy.policy.name(), named.join(", ")))
     };
     let named: Vec<String> = run.policies.iter().filter_map(of_policy).collect();
-    (!named.is_empty())
-        .then(|| format!("Worst layers (the largest overflow and the lowest SQNR of their steps): {}.", named.join("; ")))
+    (!named.is_empty()).then(|| {
+        format!("Worst layers (the largest overflow and the lowest SQNR of their steps): {}.", named.join("; "))
+    })
 }
 
 /// What an overflow is.
@@ -235,7 +236,7 @@ fn meaning(run: &StressResult) -> String {
 fn cost(run: &StressResult, policy: PolicyKind, step: usize) -> Option<String> {
     let pair = |kind: PolicyKind| {
         let at = || rows(run, kind).filter(|row| row.step == step);
-        Some((median(at().filter_map(|row| row.sqnr_db))?, median(at().filter_map(|row| row.softmax_kl))?))
+        Some((middle(at().filter_map(|row| row.sqnr_db))?, middle(at().filter_map(|row| row.softmax_kl))?))
     };
     let (bad, good) = (pair(policy)?, pair(PolicyKind::Geometry)?);
     Some(format!(
@@ -296,7 +297,7 @@ fn after_the_start(run: &StressResult) -> Option<String> {
             .filter(|row| row.overflow > 0 && row.step > 0)
             .map(|row| row.max_scaled / RANGE)
             .collect();
-        let (Some(&first), Some(middle)) = (steps.first(), median(overshoot.iter().copied())) else { continue };
+        let (Some(&first), Some(middle)) = (steps.first(), middle(overshoot.iter().copied())) else { continue };
         let worst = overshoot.iter().copied().fold(0.0, f64::max);
         let when = match steps.len() {
             1 => format!("at step {first}"),
@@ -431,7 +432,7 @@ mod tests {
             ["0", "100 %", "0.100 %", "5.00 %"]
         );
         assert_eq!(percent(1, 10_000_000), "1.0e-5 %");
-        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), Some(2.0));
-        assert_eq!(median(std::iter::empty()), None);
+        assert_eq!(middle([3.0, 1.0, 2.0, 4.0].into_iter()), Some(2.5));
+        assert_eq!(middle(std::iter::empty()), None);
     }
 }

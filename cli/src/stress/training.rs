@@ -115,7 +115,7 @@ pub fn table(run: &StressResult, training: &Training) -> String {
     shown(training).for_each(|run| table.row(cells(training, run)));
     let mut out = format!("\n{}\n", table.left().render());
     for paragraph in sentences(run, training) {
-        out.push_str(&wrapped(&paragraph, "- ", 118));
+        out.push_str(&wrapped(&paragraph, "- "));
     }
     out
 }

@@ -492,7 +492,7 @@ fn what_nobody_stored_is_not_called_unsafe() {
     let folder = model.folder();
     let output = sigmascale(&["verify", text(folder.path())]);
     let said = String::from_utf8(output.stdout).unwrap();
-    let last = said.trim_end().lines().last().unwrap();
+    let (_, last) = said.rsplit_once("\n\n").unwrap();
     assert!(output.status.code() == Some(1) && last.starts_with("vLLM: not proven safe at 1.0"), "{said}");
     // The worst row is the first.
     let first = said.lines().find(|line| line.contains("missing")).unwrap();
@@ -558,7 +558,9 @@ fn caches_in_nvfp4_hold_more() {
         assert!(audit.next("m").unwrap().contains(&format!("--kv-cache-dtype {}", kv.name())));
     }
     // The largest value over 448, 2688, and over 6 as a factor of the blocks' scales of their own.
-    for (over, safe) in [(448.0, true), (2688.0 * 0.999, true), (2688.0 * 1.01, false), (6.0, true), (2688.0 * 448.0, false)] {
+    for (over, safe) in
+        [(448.0, true), (2688.0 * 0.999, true), (2688.0 * 1.01, false), (6.0, true), (2688.0 * 448.0, false)]
+    {
         let mut model = Model::llama();
         model.cover(Engine::Vllm, NAMES);
         let largest = f64::from(entry(&plain, 2, 'k').needed.unwrap()) * 448.0;
@@ -622,14 +624,39 @@ fn a_long_table_is_short_and_the_last_line_tells_what_comes_next() {
     let short = rows(&[]);
     assert!(short.contains("12 more rows, all safe (--all prints them)") && short.lines().count() < 40, "{short}");
     assert!(!rows(&["--all"]).contains("more rows"));
-    let last = short.trim_end().lines().last().unwrap();
-    assert!(last.starts_with("vLLM: safe.") && last.contains(" Next: vllm serve "), "{last}");
+    let (_, last) = short.rsplit_once("\n\n").unwrap();
+    assert!(last.starts_with("vLLM: safe.") && last.contains("\nNext: vllm serve "), "{last}");
     model.scale(11, "v_scale", 1e-4);
     let folder = model.folder();
     let output = sigmascale(&["verify", text(folder.path()), "--for", "vllm"]);
     let said = String::from_utf8(output.stdout).unwrap();
     let first = said.lines().nth(3).unwrap();
     assert!(first.trim_start().starts_with("11 ") && first.contains("overflow"), "{said}");
-    let last = said.trim_end().lines().last().unwrap();
-    assert!(last.starts_with("vLLM: NOT SAFE.") && last.contains(" Next: sigmascale export "), "{last}");
+    let (_, last) = said.rsplit_once("\n\n").unwrap();
+    assert!(last.starts_with("vLLM: NOT SAFE.") && last.contains("\nNext: sigmascale export "), "{last}");
+
+    // The one problem, for code review and for scripts.
+    let as_format = |args: &[&str]| {
+        let output = sigmascale(&[&["verify", text(folder.path()), "--for", "vllm"], args].concat());
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let lines = as_format(&["--format", "github"]);
+    let place = format!("::error file={}/config.json,title=vLLM%2C layer 11%2C v%3A overflow::", text(folder.path()));
+    assert!(lines.lines().count() == 1 && lines.starts_with(&place), "{lines}");
+    let log: Value = serde_json::from_str(&as_format(&["--format", "sarif"])).unwrap();
+    let (run, results) = (&log["runs"][0], log["runs"][0]["results"].as_array().unwrap());
+    assert_eq!((&log["version"], results.len()), (&"2.1.0".into(), 1));
+    assert_eq!((&results[0]["ruleId"], &results[0]["level"]), (&"overflow".into(), &"error".into()));
+    assert_eq!(run["tool"]["driver"]["rules"], json!([{"id": "overflow"}]));
+    let places = &results[0]["locations"][0];
+    assert_eq!(places["logicalLocations"][0]["fullyQualifiedName"], "layer 11, v");
+    let short: Value = serde_json::from_str(&as_format(&["--problems-only", "--json"])).unwrap();
+    let layers: Vec<_> = short["layers"].as_array().unwrap().iter().map(|layer| &layer["layer"]).collect();
+    assert_eq!(layers, [11]);
+    let table = as_format(&["--problems-only"]);
+    assert!(
+        table.contains("overflow") && !table.contains("covers the bound") && !table.contains("more rows"),
+        "{table}"
+    );
 }

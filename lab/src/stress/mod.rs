@@ -56,7 +56,7 @@ pub use low_precision::{
 };
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};
-pub use metrics::{Quantiles, output_bias, sqnr_db};
+pub use metrics::{Quantiles, median, output_bias, sqnr_db};
 pub use model::StressModel;
 pub use observed::{LayerMaxima, Observed, observe};
 #[cfg(feature = "train")]

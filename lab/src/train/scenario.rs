@@ -4,7 +4,7 @@ use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
-use crate::stress::{Mode, PolicySummary, Scenario, StressOptions, StressResult, Tally, TraceRow, auto_c};
+use crate::stress::{Mode, PolicySummary, Scenario, StressOptions, StressResult, Tally, TraceRow, auto_c, median};
 use serde::Serialize;
 use sigmascale::attention::Delta;
 use sigmascale::bound::Tail;
@@ -60,7 +60,12 @@ impl LabOptions {
     ///
     /// # Errors
     /// `is_argument` if the steps end at the transition or before.
-    pub fn of_stress(scenario: Scenario, model: ModelKind, options: &StressOptions, seq_len: Option<usize>) -> Result<Self> {
+    pub fn of_stress(
+        scenario: Scenario,
+        model: ModelKind,
+        options: &StressOptions,
+        seq_len: Option<usize>,
+    ) -> Result<Self> {
         let base = Self::new(model);
         let transition = if scenario == Scenario::Resume { 300 } else { 100 };
         let after = match options.steps {
@@ -220,7 +225,7 @@ pub struct TrainResult {
 pub struct Spread {
     /// Smallest.
     pub min: f64,
-    /// Middle one, the lower of two.
+    /// Median.
     pub median: f64,
     /// Largest.
     pub max: f64,
@@ -235,9 +240,8 @@ impl Spread {
     /// ```
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().filter(|x| x.is_finite()).collect();
-        values.sort_by(f64::total_cmp);
-        let (min, max) = (*values.first()?, *values.last()?);
-        Some(Self { min, median: values[(values.len() - 1) / 2], max })
+        let median = median(&mut values)?;
+        Some(Self { min: values[0], median, max: values[values.len() - 1] })
     }
 }
 

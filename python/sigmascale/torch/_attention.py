@@ -625,8 +625,11 @@ def scaled_dot_product_attention(
         # Queries after the last key see all.
         attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
         is_causal = False
+    q, k, v = (_by_channels(x).transpose(1, 2) for x in (query, key, value))
     out, _ = attend(
-        *(_by_channels(x).transpose(1, 2) for x in (query, key, value)),
+        q,
+        k,
+        v,
         plan,
         causal=bool(is_causal),
         softmax_scale=scale,

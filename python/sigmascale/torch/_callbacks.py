@@ -37,8 +37,10 @@ class TrainerMonitor:
         refresh: bool = True,
         **options: Any,
     ) -> None:
-        self.monitor, self._make = None, lambda step: Monitor(runtime, path, every, first_step=step, **options)
-        self._runtime, self._refresh, self._pending = runtime, refresh, None
+        self.monitor: Monitor | None = None
+        self._make = lambda step: Monitor(runtime, path, every, first_step=step, **options)
+        self._runtime, self._refresh = runtime, refresh
+        self._pending: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Opens the record. Scales become those of the checkpoint from which the run goes on, if it does."""

@@ -3,9 +3,9 @@
 import torch
 
 from .. import _native
+from ._centers import centered, joined
 from ._e4m3 import E4M3, cast_all, spread
 from ._telemetry import add
-from ._centers import centered, joined
 from ._terms import NOTHING, Call, seen_rows
 
 

@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 class Plans(Protocol):
     """The runtime of a plan, as far as plans and calls need it."""
 
-    policy: str
-    backend: str
-    fallback: str | None
-    reporting: bool
+    _policy: Any
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def fallback(self) -> str | None: ...
+    @property
+    def reporting(self) -> bool: ...
+
     descales: torch.Tensor
     words: torch.Tensor
     logit_descales: torch.Tensor | None

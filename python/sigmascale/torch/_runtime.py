@@ -137,9 +137,9 @@ class Runtime:
         self._captured = []
         self.before_refresh, self.after_refresh = [], []
         self._warned_of_dropout, self._strict = False, strict
-        layers = _layers.Layers(model, self._given)
-        found = layers.at_rest
-        self.device, self._q_heads = layers.device(), layers.q_heads
+        known = _layers.Layers(model, self._given)
+        found = known.at_rest
+        self.device, self._q_heads = known.device(), known.q_heads
         self._shape, self._heads = _shape(found), _heads.Heads(found)
         check_layers(policy, found)
         self._estimates = _estimates.Estimates(self, found, estimator) if estimating else None
@@ -151,7 +151,7 @@ class Runtime:
             # What attention calls report: rows of four words for logits and q by query head, k and v by KV head.
             self.words = make(count, 2 * (n_q + n_kv), 4, dtype=torch.int32)
             self.logits = make(count, n_q, 4) if bound else None
-            if bound:
+            if self.logits is not None:
                 self._heads.pad(self.logits[..., 3], 0)
             # A policy counts the query heads that it is told of.
             share = sum(layer.n_q_heads for layer in found) / self._q_heads
@@ -166,11 +166,13 @@ class Runtime:
         # Handles of hooks on FSDP units, which go with the runtime.
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
-        self._bind(layers)
+        self._bind(known)
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         # What is to be said once: of layers that run elsewhere, and of weights that are not those of the scales.
         self._unsaid = {"elsewhere", "weights"}
+        # Whether its scales are for another library's attention.
+        self._serves_others = False
         self._ran = _following.Ran(weakref.WeakMethod(self._say_elsewhere))
         _calls.follow(self.layers[0].key, _following.Detached(weakref.WeakMethod(self._look_at_weights)))
         self._hooks_for_good = [model.register_forward_hook(self._ran).remove]
@@ -207,7 +209,7 @@ class Runtime:
 
     @telemetry.setter
     def telemetry(self, telemetry: Telemetry) -> None:
-        every = {"full": 1, "off": 0}.get(telemetry, telemetry) if isinstance(telemetry, str | int) else telemetry
+        every = {"full": 1, "off": 0}.get(telemetry) if isinstance(telemetry, str) else telemetry
         if isinstance(every, bool) or not isinstance(every, int) or (every < 1 and telemetry != "off"):
             raise ArgumentError(
                 f"telemetry {telemetry!r} must be 'full', 'off' or a number n >= 1, for every n-th step"
@@ -309,13 +311,13 @@ class Runtime:
                     f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so "
                     "values can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
                     RuntimeWarning,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 return
 
     def _elsewhere(self):
         """Names of the layers without a call, once the model has run. Calls by another runtime's plan of a module count."""
-        if not self._ran.ran:
+        if not self._ran.ran or self._serves_others:
             return []
         called = {plan for module, plan in self._modules.items() if any(_calls.reached(x.key) for x in plans_of(module))}
         return [plan.name for plan in self.layers if plan not in called and not _calls.reached(plan.key)]
@@ -410,7 +412,7 @@ class Runtime:
                 "weights have moved since refresh() was captured in a CUDA graph, whose replays read the memory from before: "
                 "capture again",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._bind(layers)
 
@@ -452,7 +454,7 @@ class Runtime:
                     self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
-                if self.logits is not None:
+                if self.logits is not None and self.logit_descales is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._resident if from_weights else None)
@@ -569,11 +571,11 @@ class Runtime:
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             if part is not None:
                 self._policy.load(part["state"])
-            if vectors is not None:
+            if vectors is not None and self._estimates is not None:
                 self._estimates.load(vectors)
                 if self._engine is not None:
                     self._engine.run(self._stream())
-                if self.logits is not None:
+                if self.logits is not None and self.logit_descales is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 self._due |= self._sliced
             if part is not None or vectors is not None:
