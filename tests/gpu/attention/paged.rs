@@ -256,6 +256,8 @@ impl Setup {
                 v,
                 block_table: unsafe { self.tables[0].view(Element::I32, [batch, len_k / page_size]).unwrap() },
                 lengths: unsafe { self.tables[1].view(Element::I32, [batch]).unwrap() },
+                queries: None,
+                splits: gpu::Splits::Fastest,
                 new,
             }),
             descales: gpu::Descales { q: Some(row(0)), k: Some(row(1)), v: Some(row(2)), o: None, logit: None },
