@@ -106,6 +106,8 @@ pub struct Terms {
     pub sinks: Option<Array>,
     accumulator: String,
     keeps: String,
+    /// Parts that keys are split into; 0: as is fastest.
+    splits: usize,
     pub sequences: Option<Sequences>,
 }
 
@@ -141,8 +143,6 @@ struct Pages {
     /// Where the queries of each sequence begin, and how many the longest has: of packed ones.
     cu_seqlens_q: Option<Array>,
     max_seqlen_q: usize,
-    /// Parts that keys are split into; 0: as is fastest.
-    splits: usize,
     /// Whether block tables and lengths are checked before the call.
     checked: bool,
 }
@@ -202,6 +202,11 @@ impl Call {
 
     pub fn checks_pages(&self) -> bool {
         self.pages.as_ref().is_some_and(|pages| pages.checked)
+    }
+
+    /// Whether the keys of a call on rows must not be split.
+    pub fn is_whole(&self) -> bool {
+        self.pages.is_none() && self.terms.splits == 1
     }
 
     pub fn shape(&self) -> Result<AttentionShape> {
@@ -274,7 +279,7 @@ impl Call {
                 Some(starts) => Some(PackedQueries { cu_seqlens: starts.view("cu_seqlens_q")?, longest: pages.max_seqlen_q }),
                 None => None,
             },
-            splits: if pages.splits == 0 { Splits::Fastest } else { Splits::Parts(pages.splits) },
+            splits: if self.terms.splits == 0 { Splits::Fastest } else { Splits::Parts(self.terms.splits) },
             new,
         }))
     }

@@ -75,6 +75,8 @@ class Terms:
     accumulator: str = _term("str", default="fp8-256")
     # What the forward keeps for a backward.
     keeps: str = _term("str", default=NOTHING)
+    # Parts that keys are split into, whose sums are joined; 0: as is fastest. On rows 0 or 1.
+    splits: int = _term("int", default=0)
     # Of the operators it is all the fields of `Sequences`, or None for each.
     sequences: Sequences | None = None
 
