@@ -4,6 +4,8 @@ vLLM loads it by itself (entry point ``vllm.general_plugins``). Where a model ru
 scales of q, k and v are computed from the weights of each rank after every load, reload and weight update, and set in
 place (device tensors and host-side copies). A model whose scales cannot be computed is served with 1.0, and an error is logged;
 ``SIGMASCALE_PLUGIN=strict`` stops the engine instead, and ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
+
+With ``--attention-backend CUSTOM`` attention over such a cache runs on this package's kernels (Hopper).
 """
 
 import logging
@@ -37,8 +39,21 @@ def _hook():
 
     recorded._sigmascale = True
     utils.record_metadata_for_reloading = recorded
+    _offer_backend()
     for kind in (Attention, MLAAttention):
         kind.process_weights_after_loading = _after_processing(kind.process_weights_after_loading)
+
+
+def _offer_backend():
+    """Registers the attention backend under the name that vLLM keeps for plugins, unless another has it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if AttentionBackendEnum.CUSTOM.is_overridden():
+        logging.getLogger("vllm.plugins.sigmascale").warning(
+            "the attention backend CUSTOM is %s already: sigmascale's is not registered", AttentionBackendEnum.CUSTOM.get_path()
+        )
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, "sigmascale._vllm_attention.SigmascaleBackend")
 
 
 def refresh(model):

@@ -18,6 +18,9 @@ from ._plan import LayerPlan
 from ._rope import Rope
 from ._terms import Call, Terms, checked
 
+# What the kernels take: channels of a head, tokens of a page.
+HEAD_DIMS, PAGE_SIZES = (64, 128), (16, 32, 64, 128, 256)
+
 _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
@@ -68,9 +71,9 @@ def refusal(q, k_cache, block_table):
         return "the kernels over pages are for Hopper GPUs"
     if k_cache.dtype != E4M3:
         return f"the cache has type {k_cache.dtype}, not float8_e4m3fn"
-    if q.shape[-1] not in (64, 128):
+    if q.shape[-1] not in HEAD_DIMS:
         return f"heads have {q.shape[-1]} channels, not 64 or 128"
-    if k_cache.shape[1] not in (16, 32, 64, 128, 256):
+    if k_cache.shape[1] not in PAGE_SIZES:
         return f"pages have {k_cache.shape[1]} tokens, not 16, 32, 64, 128 or 256"
     return None
 

@@ -54,7 +54,8 @@ impl<'a> PagesCall<'a> {
     pub fn new(call: &'a DeviceCall, tensors: &'a Tensors, pages: &'a Pages) -> Result<Self> {
         tensors.check(call)?;
         let longest = pages.longest(&call.shape);
-        let place = PagesWorkspace::of(&call.shape, &longest, tensors.q.element(), pages.splits);
+        let packed = pages.queries.is_some();
+        let place = PagesWorkspace::of(&call.shape, &longest, packed, tensors.q.element(), pages.splits);
         Ok(Self { call, tensors, pages, place, longest, split: Split::single(&longest, usize::MAX) })
     }
 
@@ -165,7 +166,7 @@ impl Cuda {
             .iter()
             .sum();
         let tenths = |time: usize| time as f32 / 10.0;
-        let block_bytes = (place.block_rows * n_q_heads * 2 * d_head) as f32;
+        let block_bytes = (place.block_rows.min(call.longest.len_q) * n_q_heads * 2 * d_head) as f32;
         let mut append = params::Append {
             q,
             k,

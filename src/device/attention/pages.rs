@@ -62,8 +62,7 @@ pub enum Splits {
 pub struct PackedQueries {
     /// Where the queries of each sequence begin, and the end of the last, i32, `(sequences + 1)`; not checked: it lies on the device.
     pub cu_seqlens: View<1>,
-    /// Queries of the longest sequence, or more. Those past it are attended to as well, but the plan of the call does not reckon with
-    /// them.
+    /// Queries of the longest sequence, or about: what the plan of the call reckons with. Longer ones are attended to as well.
     pub longest: usize,
 }
 
@@ -131,7 +130,7 @@ impl Pages {
         }
         self.queries.map_or(Ok(()), |queries| queries.check(sizes, self))?;
         if let Splits::Parts(parts) = self.splits {
-            let most = PagesWorkspace::of(sizes, &self.longest(sizes), q, self.splits);
+            let most = PagesWorkspace::of(sizes, &self.longest(sizes), self.queries.is_some(), q, self.splits);
             let rows = most.most_blocks.saturating_mul(most.block_rows).saturating_mul(sizes.n_q_heads);
             if parts == 0 || rows > i32::MAX as usize {
                 return Err(Error::argument(format_args!(
@@ -250,19 +249,19 @@ impl PagesWorkspace {
     /// Where the lengths of the two lists lie.
     pub(super) const COUNTS: usize = 8;
 
-    /// The workspace of a call, a function of its sizes and of the type of its queries. `longest`: [`Pages::longest`].
-    pub(super) fn of(sizes: &AttentionShape, longest: &AttentionShape, q: Element, splits: Splits) -> Self {
+    /// The workspace of a call, a function of its sizes and of the type of its queries. `longest`: [`Pages::longest`]; `packed`: queries are.
+    pub(super) fn of(sizes: &AttentionShape, longest: &AttentionShape, packed: bool, q: Element, splits: Splits) -> Self {
         let split = Split::single(longest, usize::MAX);
         let (rows, block, row_blocks) =
             (sizes.batch * sizes.len_q, split.positions * split.consumers, split.row_blocks(longest));
         let units = sizes.n_q_heads / split.heads;
-        // Every sequence has one block of rows that is not full at most.
+        // Of packed queries every sequence has at most one block that is not full, and may be longer than the longest was said to be.
         let whole = rows / block;
-        let blocks = (longest.batch * row_blocks).min(whole + longest.batch);
-        let block_rows = block.min(longest.len_q);
+        let blocks = if packed { whole + longest.batch } else { longest.batch * row_blocks };
+        let block_rows = if packed { block } else { block.min(longest.len_q) };
         let bytes = [2 * sizes.d_head, 4, 8];
         // A part a sequence needs no room. Several help where items do not fill the device; as many make so many waves.
-        let busy = if longest.batch * longest.len_q == rows { blocks } else { whole } * units;
+        let busy = if packed { whole } else { blocks } * units;
         let key_tiles = sizes.len_k.div_ceil(Split::TILE.keys);
         let most_blocks = match splits {
             _ if key_tiles < 2 => 0,
@@ -463,14 +462,14 @@ mod tests {
             d_head: 128,
             d_v: 128,
         };
-        let of = |sizes: AttentionShape| PagesWorkspace::of(&sizes, &sizes, Element::Bf16, Splits::Fastest);
+        let of = |sizes: AttentionShape| PagesWorkspace::of(&sizes, &sizes, false, Element::Bf16, Splits::Fastest);
         let one = of(sizes(1, 1, 65_536));
         assert_eq!(one.most_blocks, 1 + WAVES * PROCESSORS / 8);
         assert!(one.joins() && one.bytes < PARTS_BYTES);
         // One tile of keys per sequence is one part.
         assert_eq!(of(sizes(1, 1, 128)).most_blocks, 0);
         // So many parts were asked for.
-        let asked = |parts| PagesWorkspace::of(&sizes(1, 1, 65_536), &sizes(1, 1, 65_536), Element::Bf16, Splits::Parts(parts));
+        let asked = |parts| PagesWorkspace::of(&sizes(1, 1, 65_536), &sizes(1, 1, 65_536), false, Element::Bf16, Splits::Parts(parts));
         assert_eq!([1, 7, 1000].map(|parts| asked(parts).most_blocks), [0, 7, 512]);
         // So many rows fill the device by themselves.
         let many = sizes(64, 512, 8192);
@@ -486,7 +485,7 @@ mod tests {
         let shape =
             AttentionShape { batch: 1, n_q_heads: 64, n_kv_heads: 8, len_q: 511, len_k: 65_536, d_head: 128, d_v: 128 };
         let longest = AttentionShape { batch: 12, len_q: 500, ..shape };
-        let w = PagesWorkspace::of(&shape, &longest, Element::Bf16, Splits::Fastest);
+        let w = PagesWorkspace::of(&shape, &longest, true, Element::Bf16, Splits::Fastest);
         assert_eq!(w.block_rows, 16);
         let blocks = 500usize.div_ceil(16) + 11;
         assert!(w.most_entries - w.most_blocks >= blocks, "{w:?}");
