@@ -253,3 +253,86 @@ def test_entries_of_a_block_table_behind_a_sequence_may_hold_anything():
 def test_a_row_that_the_cache_does_not_have_is_named():
     with pytest.raises(ValueError, match="cache_batch_idx names row 2 of a cache with 2: give numbers from 0 to 1"):
         run("flash_attn_with_kvcache", cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32))
+
+
+def test_packed_queries_over_pages_are_each_sequence_alone():
+    arguments = given("flash_attn_with_kvcache")
+    caches = [torch.cat([x, x.flip(0)]).reshape(8, 8, 2, 32) for x in (arguments["k_cache"], arguments["v_cache"])]
+    # More rows than sequences, and entries behind their ends that name no page.
+    table = torch.tensor([[3, 0], [5, -9], [6, 1], [99, 99]], dtype=torch.int32)
+    lengths, cu = torch.tensor([11, 5, 16], dtype=torch.int32), torch.tensor([0, 4, 4, 5], dtype=torch.int32)
+    q = make(5, 4, 32, seed=9)
+    shared = {"causal": True, "plan": PLAN, "return_softmax_lse": True}
+    out, lse = fp8.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths, block_table=table, cu_seqlens_q=cu, max_seqlen_q=4, **shared
+    )
+    assert out.shape == q.shape and lse.shape == (4, 5)
+    for sequence, rows in enumerate([slice(0, 4), None, slice(4, 5)]):
+        if rows is None:
+            continue
+        alone, alone_lse = fp8.flash_attn_with_kvcache(
+            q[rows][None], *caches, cache_seqlens=lengths[[sequence]], block_table=table[[sequence]], **shared
+        )
+        assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
+    # As engines call it.
+    varlen = fp8.flash_attn_varlen_func(q, *caches, cu, None, 4, None, causal=True, block_table=table, seqused_k=lengths, plan=PLAN)
+    assert torch.equal(varlen, out)
+
+
+def test_new_keys_of_packed_queries_go_behind_their_sequences():
+    arguments = given("flash_attn_with_kvcache")
+    caches = [x.clone() for x in (arguments["k_cache"], arguments["v_cache"])]
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    k, v, q = make(4, 2, 32, seed=5), make(4, 2, 32, seed=6), make(3, 4, 32, seed=7)
+    call = lambda: fp8.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=arguments["cache_seqlens"], cu_seqlens_q=starts, cu_seqlens_k_new=starts, plan=PLAN
+    )
+    before = [x.clone() for x in caches]
+    call()
+    for cache, old, new in zip(caches, before, (k, v)):
+        assert torch.equal(cache[0, 7], new[0]) and torch.equal(cache[1, 9:11], new[1:3])
+        old[0, 7], old[1, 9:11] = new[0], new[1:3]
+        assert torch.equal(cache, old)
+    with pytest.raises(sigmascale.ArgumentError, match="give cu_seqlens_k_new"):
+        fp8.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=7, cu_seqlens_q=starts, plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"softcap": -1.0}, "softcap"),
+        ({"softmax_scale": 0.0}, "softmax_scale"),
+        ({"sinks": torch.ones(3)}, "sinks have shape"),
+        ({"num_splits": 2}, "num_splits=2"),
+        ({"num_splits": -1}, "num_splits -1"),
+        ({"accumulator": "fp8-7"}, "accumulator"),
+        ({"backend": "fa4"}, "backend"),
+        ({"plan": [x.double() for x in PLAN]}, "float64"),
+        ({"plan": [x.expand(3, -1) for x in PLAN]}, "the q descale has shape"),
+        ({"q": make(2, 3, 3, 32)}, "not a multiple"),
+        ({"v_cache": torch.zeros(1, 2, 1, 4, 8, 16, dtype=torch.bfloat16)}, "value_pages"),
+    ],
+)
+def test_nothing_is_written_before_every_check_has_passed(changed, message):
+    arguments = given("flash_attn_with_kvcache") | {"plan": PLAN} | changed
+    before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises((ValueError, sigmascale.SigmascaleError, TypeError), match=message):
+        fp8.flash_attn_with_kvcache(**arguments)
+    assert all(torch.equal(arguments[name], x) for name, x in zip(("k_cache", "v_cache"), before))
+
+
+def test_a_call_without_queries_has_no_rows():
+    empty = {"q": make(2, 0, 4, 32), "k": None, "v": None}
+    out, lse = run("flash_attn_with_kvcache", **empty, return_softmax_lse=True)
+    assert out.shape == (2, 0, 4, 32) and lse.shape == (2, 4, 0)
+    # New keys are written all the same.
+    arguments = given("flash_attn_with_kvcache") | {"q": empty["q"]}
+    assert fp8.flash_attn_with_kvcache(**arguments, plan=PLAN).shape == (2, 0, 4, 32)
+    assert torch.equal(arguments["k_cache"][0, 7:10], arguments["k"][0])
+    q = make(0, 5, 4, 32).requires_grad_()
+    k = make(0, 5, 2, 32)
+    out = fp8.flash_attn_func(q, k, k, plan=PLAN)
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
+    none = {"q": make(0, 4, 32), "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "max_seqlen_q": 0}
+    assert run("flash_attn_varlen_func", **none).shape == (0, 4, 32)

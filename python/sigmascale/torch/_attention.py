@@ -226,6 +226,8 @@ def attend(
         )
     if 0 in q.shape[:2]:
         # No query: nothing to attend from. Gradients are zeros.
+        if loaded is not None:
+            loaded()
         out = q.new_zeros((*q.shape[:3], v.shape[3])) + sum(x[:0].sum() for x in (q, k, v) if x.dtype != E4M3)
         return out, q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     if isinstance(plan, LayerPlan) and plan.unrounded_delta and how.gradients != UNROUNDED_DELTA:

@@ -314,9 +314,7 @@ def flash_attn_with_kvcache(
         if not isinstance(lengths, torch.Tensor) and lengths + new == 0:
             # An empty cache: no row sees a key.
             lengths = torch.zeros(batch, dtype=torch.int32, device=q.device)
-        if given.numel() == 0 and (k is None or k.numel() == 0):
-            out, lse = given.clone(), given.new_zeros((*given.shape[:-3], given.shape[-2], given.shape[-3]), dtype=torch.float32)
-        elif reason is None:
+        if reason is None:
             rotary = (rotary_cos, rotary_sin, bool(rotary_interleaved))
             out, lse = _on_pages(
                 q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q, descales, plan,
@@ -442,7 +440,7 @@ def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q,
         cosine = sine = None
     # The kernel casts and appends keys of a batch.
     written = None
-    if k is not None and (packed_q.starts is not None or k.dtype == E4M3 or k.shape[1] == 0):
+    if k is not None and (packed_q.starts is not None or k.dtype == E4M3 or 0 in (k.shape[1], q.numel())):
         if v_cache.dim() == 6 and k.shape[1] > 0:
             raise UnsupportedError(
                 "new keys that are packed, or in E4M3 already, are not written into value_pages: give a batch of keys before their cast"
@@ -457,6 +455,8 @@ def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q,
     terms = Terms(causal, float(scale), left, right, sinks=sinks_of(sinks, q), accumulator=how.accumulator or INFERENCE, splits=how.splits)
     if written is not None:
         _append(k_cache, v_cache, *written, before, pages, None, packed_q)
+    if q.numel() == 0:
+        return q.clone(), q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     cache = _paged.Pages(k_cache, v_cache, block_table, lengths, packed_q.starts, longest)
     return _paged.attend(cache, (k, v), descales, terms, plan, (cosine, sine), interleaved, q=q)
 
