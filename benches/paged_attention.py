@@ -91,6 +91,7 @@ def supports_pages(call):
 
 def attention_rows(options):
     from fa3_fwd_interface import flash_attn_with_kvcache
+
     from sigmascale.torch._paged import paged_attention
 
     hq, hkv = (int(x) for x in options.heads.split(","))
@@ -149,6 +150,7 @@ def attention_rows(options):
 
 def llama(options):
     from fa3_fwd_interface import flash_attn_with_kvcache
+
     from sigmascale.torch._paged import paged_attention, value_pages
 
     n, length, layers, page = options.sequences, options.length, options.layers, 64

@@ -324,13 +324,14 @@ struct NormOutput<'g> {
 }
 
 /// Length of the error of an input that is rounded to E4M3 by the scale of a token's (or a part's) largest element, as far as it
-/// comes from elements under the normal numbers: `2^-10` of the scale each, which is at most `(sqrt(d) max|g| + max|beta|) / 448`.
+/// comes from elements under the normal numbers: `2^-10` of the scale each, which is at most `(sqrt(d) max|g| + max|beta|) / 448`, or
+/// twice that where it is rounded to a power of two.
 fn input_floor(d: usize, gain: Option<&[f64]>, shift: Option<&[f64]>) -> f64 {
     let largest =
         |values: Option<&[f64]>| values.map(|values| values.iter().fold(0.0, |most: f64, x| most.max(x.abs())));
     let root = (d as f64).sqrt();
     let element = root * largest(gain).unwrap_or(1.0) + largest(shift).unwrap_or(0.0);
-    root * element / 448.0 / 1024.0
+    2.0 * root * element / 448.0 / 1024.0
 }
 
 fn operators<'a>(

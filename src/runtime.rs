@@ -18,25 +18,31 @@
 //! is given the weights again at its first step and then plans the same bits as one that never stopped. Without state,
 //! each policy is where its table in [`crate::policy`] says it starts.
 //!
-//! With [`Estimator::Power`] the state also holds the singular vectors and the bounds that came from them: an estimate
+//! **Power iteration** ([`Estimator::Power`], [`Estimator::PowerSummed`]). Every step that is given weights does one iteration, also
+//! where they did not change, so that a poor start heals; [`Weights::Unchanged`] gives none and keeps the estimate.
+//! [`Runtime::estimates`] tells how far it has come. `geometry` covers sigma from a cold start on: the estimate times its certified
+//! inflation, until the weights change. Everything else takes the estimate as it is, without a guarantee
+//! ([`Estimator::caveat`]). The state also holds the singular vectors and the bounds that came from them: an estimate
 //! depends on every step before it, so it cannot be recomputed from the weights. A resumed runtime then keeps its
-//! bounds until it is told that the weights changed, and continues from warm vectors.
+//! bounds until it is given weights again, and continues from warm vectors.
 //!
 //! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
-//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the worst-case bound` (warn),
+//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the bound` (warn),
 //! and the policy's own.
 
 mod means;
 mod state;
 
 use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, LogitCast, Precision, measure};
-use crate::bound::{BoundKind, LayerBounds, LayerRanges, MlaBounds, Tail};
+use crate::bound::{LayerBounds, LayerRanges, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
-use crate::plan::{Center, CenterPolicy, CenterSource, CenteredLayer, ScalePlan, center_layer, centered_bounds};
+use crate::plan::{
+    Center, CenterPolicy, CenterSource, CenteredLayer, Granularity, ScalePlan, center_layer, centered_bounds,
+};
 use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Restart, ScaledTensor, differs};
-use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
+use crate::spectral::{Estimator, GramEngine, Iterations, PowerEngine, PowerEstimate, PowerState, SpectralEngine};
 use crate::stats::{KvSums, StepStats};
 pub use means::RunningMeans;
 use serde::{Deserialize, Serialize};
@@ -51,9 +57,10 @@ pub struct RuntimeConfig {
     pub policy: PolicyConfig,
     /// Union bound of the isotropic bounds (only `geometry-c-star` reads them).
     pub tail: Tail,
-    /// Where the norms come from. The paper's power iteration, five iterations cold and one a change of the weights, is
-    /// a lower bound: `geometry` and `auto-c`, which rest on the worst-case bound, need Grams.
+    /// Where the norms come from, under any policy that plans from a bound.
     pub estimator: Estimator,
+    /// Iterations of a step, if that is power iteration.
+    pub iterations: Iterations,
     /// Centers of keys and values.
     pub centers: CenterPolicy,
 }
@@ -68,21 +75,48 @@ impl From<PolicyKind> for RuntimeConfig {
 impl From<PolicyConfig> for RuntimeConfig {
     /// The policy with the default union bound and norms, and without centers.
     fn from(policy: PolicyConfig) -> Self {
-        Self { policy, tail: Tail::default(), estimator: Estimator::default(), centers: CenterPolicy::NONE }
+        Self {
+            policy,
+            tail: Tail::default(),
+            estimator: Estimator::default(),
+            iterations: Iterations::default(),
+            centers: CenterPolicy::NONE,
+        }
     }
 }
 
 impl RuntimeConfig {
+    /// Algorithm 1 of the spectral-bounds paper, with one scale a layer: a power iteration of the sum over the heads, whose norm
+    /// times `c_star` under [`PolicyKind::GeometryCStar`] (or the constant of `auto-c`, Algorithm 4) gives the scale of the logits;
+    /// under `delayed-paper` the paper's baseline in the same place. Cast with [`Precision::PAPER_LOGITS`].
+    ///
+    /// ```
+    /// use sigmascale::policy::PolicyKind;
+    /// use sigmascale::runtime::RuntimeConfig;
+    /// let (paper, baseline) = (PolicyKind::GeometryCStar, PolicyKind::DelayedPaper);
+    /// for kind in [paper, baseline] {
+    ///     assert_eq!(RuntimeConfig::paper(kind).policy.kind(), kind);
+    /// }
+    /// ```
+    pub fn paper(kind: PolicyKind) -> Self {
+        let mut policy = PolicyConfig::from(kind);
+        policy.set_granularity(Granularity::Layer);
+        Self { estimator: Estimator::PowerSummed, ..policy.into() }
+    }
+
     fn check(&self) -> Result<()> {
         self.tail.check()?;
         self.centers.check()?;
-        let kind = self.policy.kind();
-        if self.estimator == Estimator::Power && kind.bound() == Some(BoundKind::WorstCase) {
-            return Err(Error::argument(format_args!(
-                "policy {kind} rests on the worst-case bound and needs estimator gram: power iteration is a lower bound"
-            )));
+        let Iterations { cold, warm } = self.iterations;
+        if cold == 0 || warm == 0 {
+            return Err(Error::argument(format_args!("iterations {cold} cold and {warm} warm: at least 1 of each is needed")));
         }
         Ok(())
+    }
+
+    /// Whether sigma is estimated.
+    fn estimates(&self) -> bool {
+        self.estimator != Estimator::Gram && self.policy.kind().bound().is_some()
     }
 }
 
@@ -141,6 +175,8 @@ struct Layer {
     weights_version: Option<u64>,
     steps: u64,
     last: Option<ScalePlan>,
+    /// Of each query head, where norms are estimated.
+    estimates: Vec<PowerEstimate>,
 }
 
 impl Layer {
@@ -172,7 +208,7 @@ pub struct Runtime {
     spec: AttentionSpec,
     config: RuntimeConfig,
     policy: Box<dyn Policy>,
-    /// Singular vectors of [`Estimator::Power`].
+    /// Singular vectors, where norms are estimated.
     power: Option<PowerState>,
     layers: Vec<Layer>,
 }
@@ -192,13 +228,16 @@ impl Runtime {
         if let Some(assumption) = policy.assumption() {
             info!(policy = policy.name(), assumption, "assumption");
         }
-        let cold = || PowerState::new(spec, 0);
-        let power = (config.estimator == Estimator::Power).then(cold);
+        let estimated = config.estimates();
+        if let Some(caveat) = config.estimator.caveat().filter(|_| estimated) {
+            info!(policy = policy.name(), estimator = config.estimator.name(), caveat, "estimator");
+        }
+        let power = estimated.then(|| PowerState::new(spec, 0));
         Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers.len()] }
     }
 
-    /// A runtime that continues from a state. Every layer's weights have to be given again, unless the estimator is power
-    /// and they did not change.
+    /// A runtime that continues from a state. Every layer's weights have to be given again, unless sigma is estimated and they
+    /// did not change.
     ///
     /// # Errors
     /// `is_mismatch` if the state belongs to another version, model, policy or configuration; the message names what
@@ -209,8 +248,9 @@ impl Runtime {
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
         differs("estimator", &state.estimator, &config.estimator)?;
+        differs("iterations", &state.iterations, &config.iterations)?;
         differs("centers", &state.centers, &config.centers)?;
-        if state.power.is_some() != (config.estimator == Estimator::Power) {
+        if state.power.is_some() != config.estimates() {
             return Err(Error::mismatch("the saved state's vectors do not fit its own estimator"));
         }
         state.power.as_ref().map_or(Ok(()), |power| power.check_model(spec))?;
@@ -233,8 +273,8 @@ impl Runtime {
         let known = state.layers.iter().map(|layer| layer.bounds.is_some()).collect::<Vec<_>>();
         runtime.power = state.power;
         for (layer, saved) in runtime.layers.iter_mut().zip(state.layers) {
-            let LayerState { steps, last, bounds, weights_version, means } = saved;
-            *layer = Layer { bounds, weights_version, steps, last, means, ..Layer::default() };
+            let LayerState { steps, last, bounds, weights_version, means, estimates } = saved;
+            *layer = Layer { bounds, weights_version, steps, last, means, estimates, ..Layer::default() };
         }
         for layer in (0..known.len()).filter(|layer| known[*layer]) {
             runtime.recenter(layer)?;
@@ -251,12 +291,14 @@ impl Runtime {
             bounds: layer.bounds.clone().filter(|_| estimated),
             weights_version: layer.weights_version.filter(|_| estimated),
             means: layer.means.clone(),
+            estimates: layer.estimates.clone(),
         };
         RuntimeState {
             version: STATE_VERSION,
             model: self.spec.clone(),
             tail: self.config.tail,
             estimator: self.config.estimator,
+            iterations: self.config.iterations,
             centers: self.config.centers,
             power: self.power.clone(),
             policy: self.policy.save(),
@@ -277,6 +319,17 @@ impl Runtime {
     /// The bounds of a layer's logits and of q, k and v as they are; `None` before its weights are known.
     pub fn bounds(&self, layer: usize) -> Option<&LayerBounds> {
         self.layers.get(layer)?.bounds.as_ref()
+    }
+
+    /// Whether bounds come from estimated norms, so that every step has to be given weights.
+    pub fn estimated(&self) -> bool {
+        self.power.is_some()
+    }
+
+    /// How far the power iteration of each query head of a layer has come; under [`Estimator::PowerSummed`] that of the sum for each.
+    /// Empty with Grams, with normalized q and k, and before the weights are known.
+    pub fn estimates(&self, layer: usize) -> &[PowerEstimate] {
+        self.layers.get(layer).map_or(&[], |layer| &layer.estimates)
     }
 
     /// What the next call of a layer subtracts from keys and values.
@@ -338,7 +391,7 @@ impl Runtime {
         }
     }
 
-    /// Recomputes a layer's bounds if its weights changed, and says whether it did.
+    /// Recomputes a layer's bounds if its weights changed, or if they are estimated and weights are given, and says whether it did.
     ///
     /// # Errors
     /// `is_argument` if there is no such layer or its weights were never given; otherwise as [`LayerGeometry::new`],
@@ -352,7 +405,9 @@ impl Runtime {
                     None => Err(unknown(&self.spec, layer)),
                 };
             }
-            Weights::Versioned(version, _) if kept.bounds.is_some() && kept.weights_version == Some(version) => {
+            Weights::Versioned(version, _)
+                if self.power.is_none() && kept.bounds.is_some() && kept.weights_version == Some(version) =>
+            {
                 return Ok(false);
             }
             Weights::Versioned(version, weights) => (Some(version), weights),
@@ -361,21 +416,56 @@ impl Runtime {
                 self.check_layer(layer, bounds.layer, "bounds")?;
                 let kept = &mut self.layers[layer];
                 (kept.bounds, kept.ranges, kept.weights_version) = (Some(bounds), None, None);
+                kept.estimates.clear();
                 self.recenter(layer)?;
                 return Ok(true);
             }
         };
         self.check_layer(layer, weights.layer, "weights")?;
+        let unchanged = version.is_some() && self.layers[layer].weights_version == version;
         // Nothing is kept of the old weights if the new ones cannot be bounded.
-        (self.layers[layer].bounds, self.layers[layer].centered) = (None, None);
-        let (bounds, ranges) = match &mut self.power {
-            None => bounds_by(&mut GramEngine, &self.spec, weights, &self.config.tail)?,
-            Some(power) => bounds_by(&mut PowerEngine::new(power), &self.spec, weights, &self.config.tail)?,
+        let kept = &mut self.layers[layer];
+        (kept.bounds, kept.centered, kept.weights_version) = (None, None, None);
+        kept.estimates.clear();
+        let (bounds, ranges) = match self.power.is_some() {
+            true => self.estimate(layer, weights, unchanged)?,
+            false => bounds_by(&mut GramEngine, &self.spec, weights, &self.config.tail)?,
         };
         let kept = &mut self.layers[layer];
         (kept.bounds, kept.ranges, kept.weights_version) = (Some(bounds), ranges, version);
         self.recenter(layer)?;
         Ok(true)
+    }
+
+    /// Bounds from power iteration.
+    fn estimate(
+        &mut self,
+        layer: usize,
+        weights: LayerWeights<'_>,
+        unchanged: bool,
+    ) -> Result<(LayerBounds, Option<LayerRanges>)> {
+        let RuntimeConfig { policy, tail, estimator, iterations: Iterations { cold, warm }, .. } = self.config;
+        let Some(power) = &mut self.power else { return Err(Error::argument("sigma is not estimated")) };
+        if weights.mla.is_some() {
+            return Err(Error::unsupported(format_args!(
+                "{}: power iteration does not bound logits of latent attention (MLA): use estimator gram",
+                self.spec.place(layer)
+            )));
+        }
+        let geometry = LayerGeometry::new(&self.spec, weights)?;
+        let mut engine = PowerEngine::new(power);
+        (engine.cold, engine.warm, engine.unchanged) = (cold, warm, unchanged);
+        let mut spectrum = engine.estimate(&geometry, estimator)?;
+        self.layers[layer].estimates = spectrum.heads.iter().flatten().filter_map(|head| head.power).collect();
+        // Of the sum there is nothing to cover a head with, and the estimate does not know of rotation.
+        let covers = policy.kind() == PolicyKind::Geometry && estimator == Estimator::Power && geometry.rotary.is_none();
+        let share = tail.delta / self.spec.all_q_heads() as f64;
+        for head in spectrum.heads.iter_mut().flatten().filter(|_| covers) {
+            let upper = head.power.map(|estimate| estimate.upper(geometry.d_head, share)).transpose()?;
+            head.sigma = upper.flatten().unwrap_or(head.sigma);
+        }
+        let bounds = LayerBounds::estimated(&self.spec, &geometry, &spectrum, &tail)?;
+        Ok((bounds, Some(LayerRanges::new(&self.spec, &geometry, &spectrum.k, &spectrum.v))))
     }
 
     /// The scales of a layer's next call; `measured` is for [`Policy::needs_measurement`].
@@ -585,7 +675,7 @@ fn log_report(policy: &str, step: u64, report: &Report, cast: &[ScaledTensor]) {
         }
         if tensor.beyond_bound > 0 {
             let (heads, amax) = (tensor.beyond_bound, f64::from(tensor.amax));
-            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the worst-case bound");
+            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the bound");
         }
     }
     for event in &report.events {
@@ -607,6 +697,11 @@ fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
         PolicyEvent::TinyAmax { tensor } => warn!(layer, policy, tensor = tensor.name(), "amax too small for a scale"),
     }
 }
+
+/// The Rust of the guide.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/run-the-paper.md")]
+struct RunThePaper;
 
 #[cfg(test)]
 mod tests;

@@ -272,12 +272,6 @@ fn configs_that_make_no_sense() {
         (json!({"model_type": 3}), "`model_type`"),
         (json!({"model_type": null}), "`model_type`"),
         (json!({"model_type": "gemma3"}), "`text_config`"),
-        (json!({"quantization_config": {"quant_method": "awq"}}), "`awq`"),
-        (
-            json!({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized",
-                "transform_config": {"config_groups": {"R3": {"type": "hadamard"}}}}}),
-            "`transform_config`",
-        ),
         (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 1]}}), "weight_block_size"),
     ];
     for (changes, named) in cases {

@@ -526,6 +526,26 @@ fn every_family_attains_its_bounds_and_passes_none() {
     }
 }
 
+/// What roundings add to a bound: the cache's in E4M3 is relative to what leaves it, and counts once.
+#[test]
+fn bounds_with_rounding_stay_close_to_the_exact_ones() {
+    let own = families();
+    for (number, f) in own.iter().filter(|f| ["deepseek_v3", "deepseek_v2"].contains(&f.name)).enumerate() {
+        for seed in 0..4 {
+            let t = f.draw(70 + 10 * seed + number as u64);
+            for dtype in [Dtype::F64, Dtype::BF16] {
+                let (_folder, checkpoint) = open(f, &t, dtype);
+                for layer in 0..2 {
+                    for (at, bound) in operand_bounds(&bounds(&checkpoint, layer)).iter().enumerate() {
+                        let ratio = bound.rounded / bound.exact;
+                        assert!(ratio > 1.0 && ratio < 1.12, "{} {dtype:?} operand {at}: {ratio}", f.name);
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_latent_family_has_a_case() {
     let family = |f: &Family| {

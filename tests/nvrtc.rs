@@ -1,12 +1,16 @@
-//! Every kernel variant compiles for every architecture it claims, without spills and without serialized wgmma. Needs
-//! NVRTC and no GPU; without NVRTC each variant is reported as ignored, with the reason.
+//! Kernel variants compile for every architecture they claim, without spills and without serialized wgmma. Needs NVRTC
+//! and no GPU; without NVRTC each variant is reported as ignored, with the reason.
+//!
+//! All of them take ten minutes and more, so a test run compiles a sample: one of each source, and one in `ONE_IN` of the
+//! rest. `SIGMASCALE_VARIANTS` is the text that decides which (the kernels' sources where it is not set), or `all`.
 
 use rayon::prelude::*;
 use sigmascale::cuda::{self, Arch, Request, sources};
 use sigmascale::device::attention::{
     attention_variants, backward_variants, cast_variants, paged_variants, spilling_variants,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -168,12 +172,66 @@ fn the_list_of_attention_variants_stays_short() {
     assert!((1..=130).contains(&all.len()), "{}", all.len());
 }
 
+/// How many variants stand for one that a sample compiles.
+const ONE_IN: u64 = 12;
+
+/// What `choice` compiles of `all`: everything, or a sample that the text decides. Every source is in a sample, so that
+/// one that no longer compiles is found whatever the text is.
+fn sample(mut all: Vec<(Request, u32)>, choice: &str) -> Vec<(Request, u32)> {
+    if choice == "all" {
+        return all;
+    }
+    let drawn = |request: &Request| {
+        let mut hasher = DefaultHasher::new();
+        (choice, label(request)).hash(&mut hasher);
+        hasher.finish()
+    };
+    all.sort_by_cached_key(|(request, _)| drawn(request));
+    let mut seen = HashSet::new();
+    all.retain(|(request, _)| seen.insert(request.source.name) || drawn(request) % ONE_IN == 0);
+    all
+}
+
 #[test]
-fn every_variant_compiles_clean() {
-    let variants = variants();
+fn a_sample_has_every_source_and_its_text_decides_the_rest() {
+    let all: Vec<(Request, u32)> = variants().into_iter().map(|request| (request, 0)).collect();
+    let labels = |choice: &str| -> HashSet<String> {
+        sample(all.clone(), choice).iter().map(|(request, _)| label(request)).collect()
+    };
+    let sources = |of: &HashSet<String>| -> HashSet<String> {
+        of.iter().map(|label| label.split(' ').next().unwrap().to_owned()).collect()
+    };
+    let (every, first, second) = (labels("all"), labels("first"), labels("second"));
+    assert_eq!(every.len(), all.iter().map(|(request, _)| label(request)).collect::<HashSet<_>>().len());
+    assert_eq!(first, labels("first"));
+    assert_ne!(first, second);
+    for of in [&first, &second] {
+        assert_eq!(sources(of), sources(&every));
+        assert!(of.len() < every.len() / 3, "{} of {}", of.len(), every.len());
+    }
+    // A thousand texts reach every variant.
+    let mut left = every;
+    for text in 0..1000 {
+        let reached = labels(&text.to_string());
+        left.retain(|label| !reached.contains(label));
+    }
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn variants_compile_clean() {
+    let choice = std::env::var("SIGMASCALE_VARIANTS").unwrap_or_else(|_| {
+        let texts = sources::ALL.iter().map(|source| source.text);
+        texts.chain(sources::HEADERS.iter().map(|(_, text)| *text)).collect()
+    });
+    let variants: Vec<(Request, u32)> =
+        variants().into_iter().map(|variant| (variant, 0)).chain(spilling_variants()).collect();
+    let count = variants.len();
+    let variants = sample(variants, &choice);
+    println!("{} of {count} variants", variants.len());
     if !cuda::is_compiler_available() {
         let reason = cuda::compiler_version().unwrap_err();
-        for variant in &variants {
+        for (variant, _) in &variants {
             println!("ignored: {}: {reason}", label(variant));
         }
         return;
@@ -182,9 +240,7 @@ fn every_variant_compiles_clean() {
     if disassembler.is_none() {
         println!("ignored: instructions: nvdisasm was not found beside NVRTC");
     }
-    let all: Vec<(Request, u32)> =
-        variants.into_iter().map(|variant| (variant, 0)).chain(spilling_variants()).collect();
-    let complaints: Vec<String> = all
+    let complaints: Vec<String> = variants
         .par_iter()
         .flat_map_iter(|(variant, spills)| complaints(variant, *spills, disassembler.as_deref()))
         .collect();

@@ -7,9 +7,11 @@ use super::named::named;
 use super::numbers::{count, real};
 use super::output::OutputArgs;
 use super::progress;
-use super::table::{Table, range, short};
+use super::table::{Table, largest, range, short, wrapped};
 use sigmascale::bound::{BoundKind, Tail};
-use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
+use sigmascale::calibrate::{
+    Calibration, ChosenC, Estimator, LayerProfile, Method, Options, Profile, calibrate_config,
+};
 use sigmascale::plan::{CenterSource, Granularity};
 use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
@@ -48,6 +50,9 @@ pub struct Args {
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
+    /// Count the model's soft-cap, for an attention that applies it (transformers' default, SDPA, does not)
+    #[arg(long)]
+    soft_cap: bool,
     /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
@@ -75,6 +80,7 @@ impl Args {
             granularity: self.granularity.unwrap_or_default(),
             estimator: self.estimator,
             as_paper: self.as_paper,
+            soft_cap: self.soft_cap,
             c: self.c,
             centers: self.centers.policy(),
             ..Options::default()
@@ -107,7 +113,7 @@ pub fn run(args: Args) -> Result<()> {
             calibration.finish()
         }
     };
-    args.output.write(&profile, table)
+    args.output.write(&profile, |profile| table(profile, &args.model, args.output.most_rows()))
 }
 
 /// A probability, with what its ends mean.
@@ -119,44 +125,125 @@ fn amount(delta: f64) -> String {
     }
 }
 
-/// The readable form.
-fn table(profile: &Profile) -> String {
-    let mut out = super::model::headline(&profile.model);
+const ISOTROPIC: &str = "WARNING: assumes isotropic tokens, so real text may exceed this bound, but never the worst-case bound. In docs/bounds.md \
+     it exceeded the theorem's bound without rotation, and neither the rank-aware bound nor the paper's form.";
+
+/// The readable form: what to do with the scales, the scales, what they rest on, and the paper's constants. `model` is the argument.
+fn table(profile: &Profile, model: &str, most: usize) -> String {
+    let mut out = wrapped(&super::model::headline(&profile.model), "");
+    out.push('\n');
+    match (&profile.method, &profile.layers) {
+        (Some(method), Some(layers)) if method.c.is_some() => out.push_str(&as_paper(profile, method, layers)),
+        (Some(method), Some(layers)) => {
+            out.push_str(&scales(profile, layers, most));
+            out.push_str(&basis(profile, method, layers));
+        }
+        _ => out.push_str(&wrapped(
+            "These are the paper's constants alone. Scales need weights: pass a checkpoint folder.",
+            "",
+        )),
+    }
+    out.push('\n');
+    out.push_str(&constants(profile));
+    if profile.layers.is_some() && profile.method.as_ref().is_some_and(|method| method.c.is_none()) {
+        let _ = writeln!(out, "\nTo serve with these scales: sigmascale export {model} --to NEW --for vllm");
+    }
+    out
+}
+
+/// The paper's constants, which need no weights.
+fn constants(profile: &Profile) -> String {
     let (tail, c) = (&profile.tail.tail, &profile.c_star);
-    let _ = writeln!(
-        out,
-        "the paper's constants, which assume isotropic tokens, at delta {:e}, seq-len {}, batch {}, steps {}:",
-        tail.delta, tail.seq_len, tail.batch, tail.steps
+    let mut out = wrapped(
+        &format!(
+            "the paper's constants, which assume isotropic tokens, at delta {:e}, seq-len {}, batch {}, steps {}:",
+            tail.delta, tail.seq_len, tail.batch, tail.steps
+        ),
+        "",
     );
-    let _ = writeln!(
-        out,
-        "  c_star {:.6} = probabilistic bound / worst case, gamma {:.6}, d / (gamma r) {:.6}; without the rank, c {:.6}",
-        c.c_star, c.gamma, c.improvement, c.c_rank_agnostic
-    );
-    let _ = writeln!(out, "  from the exact Beta distribution: c_star {:.6}, gamma {:.6}", c.c_star_beta, c.gamma_beta);
+    out.push_str(&wrapped(
+        &format!(
+            "c_star {:.6} = probabilistic bound / worst case, gamma {:.6}, d / (gamma r) {:.6}; without the rank, c {:.6}",
+            c.c_star, c.gamma, c.improvement, c.c_rank_agnostic
+        ),
+        "  ",
+    ));
+    out.push_str(&wrapped(
+        &format!("from the exact Beta distribution: c_star {:.6}, gamma {:.6}", c.c_star_beta, c.gamma_beta),
+        "  ",
+    ));
     if profile.model.mla.is_some() {
-        out.push_str("  not a bound for latent attention (MLA), whose queries and keys are not linear in a token\n");
+        let rule = "not a bound for latent attention (MLA), whose queries and keys are not linear in a token";
+        out.push_str(&wrapped(rule, "  "));
     }
     if let Some(ChosenC { c, delta }) = profile.chosen_c {
-        let _ = writeln!(out, "c {} in place of c_star: failure probability delta {}", short(c), amount(delta));
+        let chosen = format!("c {} in place of c_star: failure probability delta {}", short(c), amount(delta));
+        out.push_str(&wrapped(&chosen, ""));
     }
-    let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
-    let eta = profile.tail.eta;
-    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
-    if let Some(c) = method.c {
-        let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
-        let _ = writeln!(
-            out,
-            "  {assumes}\n  sigma_sum does not bound single heads, and gains, biases and rotation are ignored."
-        );
-        out.push('\n');
-        let mut table = Table::new(["layer", "sigma_sum", "logit bound", "logit descale"]);
-        for layer in layers {
-            let descale = f64::from(layer.logit_descale.get());
-            table.row([layer.number.to_string(), short(layer.sigma_sum), short(layer.logit_bound), short(descale)]);
-        }
-        return out + &table.render();
+    out
+}
+
+/// The logit scales of the paper's own form.
+fn as_paper(profile: &Profile, method: &Method, layers: &[LayerProfile]) -> String {
+    let bound = format!("logit bound: the paper's form, {} tau d sigma_sum; eta {}", short(method.c), profile.tail.eta);
+    let mut out = wrapped(&bound, "") + &wrapped(ISOTROPIC, "  ");
+    let rule = "sigma_sum does not bound single heads, and gains, biases and rotation are ignored.";
+    out.push_str(&wrapped(rule, "  "));
+    out.push('\n');
+    let mut table = Table::new(["layer", "sigma_sum", "logit bound", "logit descale"]);
+    for layer in layers {
+        let descale = f64::from(layer.logit_descale.get());
+        table.row([layer.number.to_string(), short(layer.sigma_sum), short(layer.logit_bound), short(descale)]);
     }
+    out + &table.render()
+}
+
+/// Descales and bounds of every layer, behind what to do with them.
+fn scales(profile: &Profile, layers: &[LayerProfile], most: usize) -> String {
+    let mut out = wrapped(
+        "Divide q, k and v by their descales before the cast to E4M3, and multiply by them afterwards (vLLM and SGLang call the \
+         descale of k k_scale). Then no normalized input can overflow. min..max over the heads; --json has every head.",
+        "",
+    );
+    out.push('\n');
+    let mut table = Table::new([
+        "layer",
+        "q descale",
+        "k descale",
+        "v descale",
+        "o descale",
+        "logit bound",
+        "logit descale",
+        "sigma",
+        "sigma_sum",
+    ]);
+    let cells = |row: &Option<Vec<Descale>>| range(row.iter().flatten().map(|descale| f64::from(descale.get())));
+    let (shown, others) = largest(layers, most, "logit bounds", |layer| Some(layer.logit_bound));
+    for layer in shown {
+        table.row([
+            layer.number.to_string(),
+            cells(&layer.q_descale),
+            cells(&layer.k_descale),
+            cells(&layer.v_descale),
+            cells(&layer.o_descale),
+            short(layer.logit_bound),
+            range(layer.logit_descales.iter().map(|descale| f64::from(descale.get()))),
+            short(layer.sigma),
+            short(layer.sigma_sum),
+        ]);
+    }
+    out.push_str(&table.render());
+    out.push_str(&others);
+    if profile.model.mla.is_some() {
+        out.push_str("These rows are those of the expanded form (prefill).\n\n");
+        out.push_str(&mla::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?)))));
+    }
+    out
+}
+
+/// What the scales rest on.
+fn basis(profile: &Profile, method: &Method, layers: &[LayerProfile]) -> String {
+    let mut out = String::from("\n");
     let grain = match method.granularity {
         Granularity::Head => "head",
         Granularity::Layer => "layer",
@@ -166,74 +253,50 @@ fn table(profile: &Profile) -> String {
             "worst-case bound, rounding included",
             "no normalized input exceeds it; `inspect` also prints the bound in exact arithmetic",
         ),
-        Some(BoundKind::RankAware) | None => ("rank-aware", assumes),
-        Some(BoundKind::Spectrum) => ("spectrum", assumes),
+        Some(BoundKind::RankAware) | None => ("rank-aware", ISOTROPIC),
+        Some(BoundKind::Spectrum) => ("spectrum", ISOTROPIC),
     };
-    let _ = writeln!(out, "logit bound: {bound}; one scale per {grain}, eta {eta}\n  {remark}");
+    out.push_str("operand descales: from worst-case bounds\n");
+    let eta = profile.tail.eta;
+    out.push_str(&wrapped(&format!("logit bound: {bound}; one scale per {grain}, eta {eta}"), ""));
+    out.push_str(&wrapped(remark, "  "));
+    let mut say = |text: &str| out.push_str(&wrapped(text, "  "));
     if let Some(positions) = profile.model.bounded_positions {
-        let _ = writeln!(
-            out,
-            "  for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
-        );
+        say(&format!(
+            "for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
+        ));
+    }
+    if let Some(cap) = method.soft_cap {
+        say(&format!("for an attention that caps its logits at {cap}"));
     }
     if let Some(limit) = method.layer_norm_mean_limit {
-        let _ = writeln!(
-            out,
-            "  LayerNorm: holds for tokens with |mean| <= {limit} sqrt(variance + epsilon); beyond it, f32 loses the mean"
-        );
+        say(&format!(
+            "LayerNorm: holds for tokens with |mean| <= {limit} sqrt(variance + epsilon); beyond it, f32 loses the mean"
+        ));
     }
     if profile.model.fp8_inputs {
-        out.push_str("  FP8 weights: the rounding of E4M3 inputs to the projections is included\n");
+        say("FP8 weights: the rounding of E4M3 inputs to the projections is included");
     }
-    if method.estimator == Estimator::Power {
-        out.push_str("  sigma is estimated from below by power iteration; --estimator gram is exact\n");
+    if method.estimator != Estimator::Gram {
+        say("sigma is estimated from below by power iteration; --estimator gram is exact");
         if !method.rotation {
-            out.push_str(
-                "  rotation is ignored: RoPE can raise logits above this bound; --estimator gram includes it\n",
-            );
+            say("rotation is ignored: RoPE can raise logits above this bound; --estimator gram includes it");
         }
     }
-    let _ = writeln!(out, "operand descales: from worst-case bounds; min..max over the heads\n");
-    let mut table = Table::new([
-        "layer",
-        "sigma",
-        "sigma_sum",
-        "logit bound",
-        "logit descale",
-        "q descale",
-        "k descale",
-        "v descale",
-        "o descale",
-    ]);
-    let cells = |row: &Option<Vec<Descale>>| range(row.iter().flatten().map(|descale| f64::from(descale.get())));
-    for layer in layers {
-        table.row([
-            layer.number.to_string(),
-            short(layer.sigma),
-            short(layer.sigma_sum),
-            short(layer.logit_bound),
-            range(layer.logit_descales.iter().map(|descale| f64::from(descale.get()))),
-            cells(&layer.q_descale),
-            cells(&layer.k_descale),
-            cells(&layer.v_descale),
-            cells(&layer.o_descale),
-        ]);
-    }
-    out.push_str(&table.render());
     if profile.model.mla.is_some() {
-        out.push_str("These rows are those of the expanded form (prefill).\n\n");
-        return out + &mla::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
+        return out;
     }
     let source = method.centers.map_or(CenterSource::None, |centers| centers.k);
     out.push_str(&centers::table(
         source,
         layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?))),
     ));
+    let mut say = |text: &str| out.push_str(&wrapped(text, ""));
     if layers.iter().any(|layer| layer.sigma.is_none()) {
-        out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
+        say("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.");
     }
     if layers.iter().any(|layer| layer.v_descale.is_none()) {
-        out.push_str("v and o descales are -: the projections' input is not normalized, so v has no bound.\n");
+        say("v and o descales are -: the projections' input is not normalized, so v has no bound.");
     }
     out
 }

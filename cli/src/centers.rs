@@ -1,7 +1,7 @@
 //! What centers change, as a table.
 
 use super::named::named;
-use super::table::{Table, range, short};
+use super::table::{Table, range, short, wrapped};
 use sigmascale::Descale;
 use sigmascale::calibrate::CenterProfile;
 use sigmascale::plan::{CenterPolicy, CenterSource};
@@ -69,10 +69,13 @@ pub fn table<'a>(source: CenterSource, layers: impl Iterator<Item = (usize, &'a 
         CenterSource::Weights | CenterSource::Mean => ("weights", "c is the mean of the rotated bias over positions"),
     };
     let within = positions.map_or_else(|| "all".to_owned(), |positions| format!("those below {positions}"));
-    format!(
-        "\ncenters of keys: {from}; {what}\n  attention over k - c and v - m is exact; k descale covers k, k - c descale what is left\n  \
-         bias share: largest constant of a rotation pair relative to the k bound, which holds at any position\n  \
-         positions: {within}; bounds in exact arithmetic, the largest of the heads; ratio to the bound at positions, min..max\n\n{}",
-        table.render()
-    )
+    let lines = [
+        "attention over k - c and v - m is exact; k descale covers k, k - c descale what is left",
+        "bias share: largest constant of a rotation pair relative to the k bound, which holds at any position",
+        &format!(
+            "positions: {within}; bounds in exact arithmetic, the largest of the heads; ratio to the bound at positions, min..max"
+        ),
+    ];
+    let lines: String = lines.iter().map(|line| wrapped(line, "  ")).collect();
+    format!("\n{}{lines}\n{}", wrapped(&format!("centers of keys: {from}; {what}"), ""), table.render())
 }

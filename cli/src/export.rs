@@ -1,14 +1,15 @@
 //! `sigmascale export`: a checkpoint that a serving engine loads with these scales.
 
+use super::html::Tone;
 use super::model::{Model, files};
 use super::named::named;
 use super::output::OutputArgs;
 use super::progress;
-use super::table::{Table, range, short, wrapped};
+use super::table::{Table, largest, range, short, wrapped};
 use super::target::check_not_of_model;
-use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate, Serving, SkipLayers};
+use super::terminal::toned;
+use sigmascale::serving::{self, Engine, ExportOptions, LayerCertificate, OperandCertificate, Serving, SkipLayers};
 use sigmascale::{Error, Result};
-use std::fmt::Write;
 use std::path::PathBuf;
 
 /// Write a checkpoint that a serving engine loads with these scales
@@ -48,7 +49,7 @@ pub struct ServingArgs {
 impl ServingArgs {
     /// The options.
     pub fn read(&self) -> Result<Serving> {
-        Ok(Serving { context: self.context, skip: SkipLayers::parse(&self.skip_layers)? })
+        Ok(Serving { context: self.context, skip: SkipLayers::parse(&self.skip_layers)?, ..Serving::default() })
     }
 }
 
@@ -73,53 +74,65 @@ pub fn run(args: Args) -> Result<()> {
     };
     let export = serving::export(&checkpoint, &args.to, &options, &mut each)?;
     bar.finish_and_clear();
-    args.output.write(&export, table)
+    args.output.write(&export, |export| table(export, args.output.most_rows()))
 }
 
-fn table(export: &serving::Export) -> String {
+/// Files of which a folder with a tokenizer has one.
+const TOKENIZERS: [&str; 5] =
+    ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json"];
+
+fn table(export: &serving::Export, most: usize) -> String {
     let certificate = &export.certificate;
-    let mut out = String::new();
     let folder = export.folder.display();
-    let _ = writeln!(out, "{folder}: {} for {}", certificate.model, certificate.engine);
-    let _ = writeln!(out, "  {} files linked, {} copied", export.linked, export.copied);
+    let mut out = wrapped(&format!("{folder}: {} for {}", certificate.model, certificate.engine), "");
+    out.push_str(&wrapped(&format!("{} files linked, {} copied", export.linked, export.copied), "  "));
     if !export.left_out.is_empty() {
-        let _ = writeln!(
-            out,
-            "  left out, since the engine would load them instead of the exported files: {}",
-            export.left_out.join(", ")
-        );
-    }
-    for note in &certificate.notes {
-        out.push_str(&wrapped(note, "  ", 118));
-    }
-    for unjudged in &certificate.unjudged {
-        out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), "  ", 118));
+        let rule = "left out, since the engine would load them instead of the exported files:";
+        out.push_str(&wrapped(&format!("{rule} {}", export.left_out.join(", ")), "  "));
     }
     out.push('\n');
     let mut table = Table::new(["layer", "q scale", "k scale", "v scale", "q worst", "k worst", "v worst"]);
     let scale = |operand: Option<&OperandCertificate>| {
         range(operand.into_iter().flat_map(|o| o.scale.iter().map(|scale| f64::from(*scale))))
     };
-    let load = |operand: Option<&OperandCertificate>| short(operand.map(|o| f64::from(o.load)));
-    for layer in &certificate.layers {
+    let load = |operand: Option<&OperandCertificate>| operand.map(|o| f64::from(o.load));
+    let worst = |layer: &LayerCertificate| {
+        let loads = [load(Some(&layer.q)), load(Some(&layer.k)), load(layer.v.as_ref())];
+        loads.into_iter().flatten().reduce(f64::max).filter(|_| !layer.kept)
+    };
+    let (shown, others) = largest(&certificate.layers, most, "worst cases", worst);
+    for layer in shown {
         let (q, k, v) = (Some(&layer.q), Some(&layer.k), layer.v.as_ref());
         let cells = match layer.kept {
             true => ["kept", "kept", "kept", "-", "-", "-"].map(str::to_owned),
-            false => [scale(q), scale(k), scale(v), load(q), load(k), load(v)],
+            false => [scale(q), scale(k), scale(v), short(load(q)), short(load(k)), short(load(v))],
         };
         let [a, b, c, d, e, f] = cells;
         table.row([layer.layer.to_string(), a, b, c, d, e, f]);
     }
     out.push_str(&table.render());
-    out.push_str("worst: worst-case bound / (448 x scale); up to 1 nothing can overflow\n\n");
-    let _ = writeln!(out, "Serve it with: {}", export.command);
+    out.push_str(&others);
+    out.push_str(&wrapped("worst: worst-case bound / (448 x scale); up to 1 nothing can overflow", ""));
+    out.push('\n');
+    for note in &certificate.notes {
+        out.push_str(&wrapped(note, ""));
+    }
+    for unjudged in &certificate.unjudged {
+        out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), ""));
+    }
+    let served = matches!(certificate.engine, Engine::Vllm | Engine::Sglang);
+    if served && !TOKENIZERS.iter().any(|name| export.folder.join(name).exists()) {
+        let rule = "The folder has no tokenizer: copy one into it, or add --skip-tokenizer-init.";
+        out.push_str(&wrapped(rule, ""));
+    }
     let fits = |operand: Option<&OperandCertificate>| operand.is_some_and(|operand| operand.safe);
     let fits = certificate.layers.iter().all(|l| l.kept || fits(Some(&l.q)) && fits(Some(&l.k)) && fits(l.v.as_ref()));
-    let verdict = match (certificate.safe, fits) {
-        (true, _) => "Certified: no operand can overflow.",
-        (false, true) => "NOT CERTIFIED: not everything that attention reads was judged.",
-        (false, false) => "NOT CERTIFIED: an operand can overflow.",
+    let (tone, verdict) = match (certificate.safe, fits) {
+        (true, _) => (Tone::Good, "Certified: no operand can overflow."),
+        (false, true) => (Tone::Plain, "NOT CERTIFIED: not everything that attention reads was judged."),
+        (false, false) => (Tone::Bad, "NOT CERTIFIED: an operand can overflow."),
     };
-    let _ = writeln!(out, "{verdict}");
-    out
+    out.push_str(&toned(tone, &wrapped(verdict, "")));
+    // A command is copied: it stays in one line.
+    out + &format!("Serve it with: {}\n", export.command)
 }

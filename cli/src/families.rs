@@ -6,7 +6,6 @@ use serde::Serialize;
 use sigmascale::Result;
 use sigmascale::model::{KnownFamily, Support, known_families};
 use std::collections::BTreeMap;
-use std::fmt::Write;
 
 /// List the model types that are supported, and those that are refused with the reason
 #[derive(clap::Args)]
@@ -35,11 +34,12 @@ fn table(known: &Families) -> String {
         }
     }
     let mut out = format!("{} values of `model_type` are supported:\n", read.len());
-    out.push_str(&wrapped(&read.join(", "), "  ", 118));
+    out.push_str(&wrapped(&read.join(", "), "  "));
     let count: usize = refused.values().map(Vec::len).sum();
-    let _ = writeln!(out, "\n{count} are refused, because their logits cannot be bounded here:");
+    let refusal = format!("{count} are refused, because their logits cannot be bounded here:");
+    out.push_str(&format!("\n{}", wrapped(&refusal, "")));
     for (why, types) in refused {
-        out.push_str(&wrapped(&format!("{}: {why}", types.join(", ")), "- ", 118));
+        out.push_str(&wrapped(&format!("{}: {why}", types.join(", ")), "- "));
     }
     out.push_str("\nAny other model type is refused as unknown.\n");
     out

@@ -1,5 +1,6 @@
 //! Self-contained pages: one file, no scripts, nothing loaded from elsewhere; light and dark by the reader's setting.
 
+use super::output::is_unprintable;
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -121,7 +122,7 @@ pub struct Page {
 }
 
 /// How a verdict is colored.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tone {
     /// Nothing can overflow, or nothing did.
     Good,
@@ -270,7 +271,7 @@ pub fn escape(text: &str) -> String {
             '>' => out.push_str("&gt;"),
             '"' => out.push_str("&quot;"),
             '\'' => out.push_str("&#39;"),
-            c if c.is_control() && c != '\n' => out.push(' '),
+            c if is_unprintable(c) && c != '\n' => out.push(' '),
             c => out.push(c),
         }
     }

@@ -1,6 +1,6 @@
 //! What the cache of latent attention needs, as a table.
 
-use super::table::{Table, range, short};
+use super::table::{Table, range, short, wrapped};
 use sigmascale::Descale;
 use sigmascale::calibrate::MlaProfile;
 
@@ -26,9 +26,11 @@ pub fn table<'p>(layers: impl Iterator<Item = (usize, &'p MlaProfile)>) -> Strin
             if safe.is_empty() { "-".to_owned() } else { safe.join(", ") },
         ]);
     }
-    format!(
+    let heading = wrapped(
         "absorbed form (decoding), worst case, including rounding: one scale for a cached row [latent, k_pe], which the values \
-         are part of\n\n{}sigma is -: logits of latent attention (MLA) are bounded through both projections of a head at once.\n",
-        table.render()
-    )
+         are part of",
+        "",
+    );
+    let remark = "sigma is -: logits of latent attention (MLA) are bounded through both projections of a head at once.";
+    format!("{heading}\n{}{}", table.render(), wrapped(remark, ""))
 }

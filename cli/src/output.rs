@@ -1,6 +1,9 @@
 //! Where a result goes.
 
+use super::progress;
+use super::table::ROWS;
 use super::target::{check_not_of_model, check_not_read, place_of};
+use super::terminal;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use sigmascale::{Error, Result};
@@ -8,12 +11,18 @@ use sigmascale_lab::file::{check_target, write_atomically};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// Options that every command has.
+/// Options that every command has. `F`: the formats of its result.
 #[derive(Args)]
-pub struct OutputArgs {
+pub struct OutputArgs<F: ValueEnum + Copy + Send + Sync + 'static = Format> {
     /// Format of the result
     #[arg(long, value_enum, default_value = "table")]
-    format: Format,
+    format: F,
+    /// Same as --format json
+    #[arg(long, conflicts_with = "format")]
+    json: bool,
+    /// Print every row of long tables
+    #[arg(long)]
+    all: bool,
     /// Write the result to FILE instead of stdout; - is stdout
     #[arg(short = 'o', long = "output", value_name = "FILE")]
     file: Option<PathBuf>,
@@ -21,17 +30,20 @@ pub struct OutputArgs {
 
 /// Formats of a result.
 #[derive(Clone, Copy, ValueEnum)]
-enum Format {
+pub enum Format {
     /// Text for people
     Table,
     /// JSON for scripts
     Json,
 }
 
-impl OutputArgs {
+impl<F: ValueEnum + Copy + Into<Format> + Send + Sync + 'static> OutputArgs<F> {
     /// Finds out before the work starts that the file cannot be written, or would become part of a model.
     pub fn check(&self) -> Result<()> {
-        self.file().map_or(Ok(()), |file| check_target(file).and_then(|()| check_not_of_model("-o", file)))
+        let Some(file) = self.file() else { return Ok(()) };
+        terminal::write_to_file();
+        check_target(file)?;
+        check_not_of_model("-o", file)
     }
 
     /// The same of another output of the command, which must be another file.
@@ -60,25 +72,39 @@ impl OutputArgs {
         Ok(())
     }
 
-    /// As `--format json`.
-    pub fn ask_for_json(&mut self) {
-        self.format = Format::Json;
+    /// Rows of a table.
+    pub fn most_rows(&self) -> usize {
+        if self.all { usize::MAX } else { ROWS }
     }
 
     fn file(&self) -> Option<&Path> {
         self.file.as_deref().filter(|file| *file != Path::new("-"))
     }
 
+    /// The format that was asked for; none where it is `--json`.
+    pub fn format(&self) -> Option<F> {
+        (!self.json).then_some(self.format)
+    }
+
     /// Writes a result in the format asked for.
     pub fn write<T: Serialize>(&self, value: &T, table: impl FnOnce(&T) -> String) -> Result<()> {
-        let mut text = match self.format {
-            Format::Table => printable(&table(value)),
-            Format::Json => serde_json::to_string_pretty(value)
-                .map_err(|e| Error::non_finite(format_args!("the result cannot be written as JSON: {e}")))?,
-        };
-        if !text.ends_with('\n') {
-            text.push('\n');
+        match self.format().map(Into::into) {
+            Some(Format::Table) => self.write_text(&terminal::painted(&printable(&table(value)))),
+            _ => self.write_json(value),
         }
+    }
+
+    /// Writes a result as JSON.
+    pub fn write_json(&self, value: &impl Serialize) -> Result<()> {
+        let text = serde_json::to_string_pretty(value)
+            .map_err(|e| Error::non_finite(format_args!("the result cannot be written as JSON: {e}")))?;
+        self.write_text(&text)
+    }
+
+    /// Writes text as it is, with an end of line.
+    pub fn write_text(&self, text: &str) -> Result<()> {
+        let end = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
+        let text = format!("{text}{end}");
         match self.file() {
             Some(file) => write_file(file, text.as_bytes()),
             None => write_stdout(&text),
@@ -89,14 +115,22 @@ impl OutputArgs {
 /// Writes a file and confirms it on stderr.
 pub fn write_file(file: &Path, bytes: &[u8]) -> Result<()> {
     write_atomically(file, bytes)?;
-    // Nobody is left to tell if the terminal is gone.
-    let _ = writeln!(std::io::stderr(), "wrote {}", printable(&file.display().to_string()));
+    if !progress::quiet() {
+        // Nobody is left to tell if the terminal is gone.
+        let _ = writeln!(std::io::stderr(), "wrote {}", printable(&file.display().to_string()));
+    }
     Ok(())
 }
 
 /// Text without control characters, which could rewrite a terminal: names come from files.
 pub fn printable(text: &str) -> String {
-    text.replace(|c: char| c.is_control() && c != '\n', " ")
+    text.replace(|c: char| is_unprintable(c) && c != '\n', " ")
+}
+
+/// Control characters, and those that have no width or turn the direction of what follows.
+pub fn is_unprintable(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 /// A reader that stops reading (`| head`) is not a failure.

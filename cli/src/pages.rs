@@ -19,9 +19,20 @@ pub fn of_stress(result: StressResult) -> String {
     stress::page::render(&Results::One(Box::new(result.into())), &Made::by_library())
 }
 
+/// The page of a scenario that trains, and its JSON.
+///
+/// # Errors
+/// If a value cannot be written as JSON.
+#[cfg(feature = "train")]
+pub fn of_training(result: sigmascale_lab::train::TrainResult) -> serde_json::Result<(String, String)> {
+    let run = stress::Run { stress: result.stress, training: Some(result.training) };
+    let json = serde_json::to_string(&run)?;
+    Ok((json, stress::page::render(&Results::One(Box::new(run)), &Made::by_library())))
+}
+
 /// The page of `sigmascale verify` of a folder.
 pub fn of_audit(folder: &str, audit: Audit) -> String {
-    verify::page(&verify::Report { folder: folder.to_owned(), audit, others: vec![] }, &Made::by_library())
+    verify::page(&verify::Report { folder: folder.to_owned(), audit, observed: None, others: vec![] }, &Made::by_library())
 }
 
 /// The page of `sigmascale diagnose`.

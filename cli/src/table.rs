@@ -1,5 +1,7 @@
 //! Aligned text tables, wrapped text and short numbers.
 
+use super::terminal;
+
 /// A table of right-aligned columns.
 pub struct Table {
     rows: Vec<Vec<String>>,
@@ -18,6 +20,12 @@ impl Table {
         self.rows.push(cells.to_vec());
     }
 
+    /// The table with one more row.
+    pub fn with<const N: usize>(mut self, cells: [String; N]) -> Self {
+        self.row(cells);
+        self
+    }
+
     /// The first column holds words: aligned to the left.
     pub fn left(mut self) -> Self {
         self.left = true;
@@ -30,22 +38,87 @@ impl Table {
         self
     }
 
-    /// The text, a line per row.
+    /// The text, a line per row; on a terminal that is too narrow, folded.
     pub fn render(&self) -> String {
-        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        self.within(terminal::columns())
+    }
+
+    /// At most this wide, if it can be: words at the end of rows are wrapped; otherwise columns come in several blocks, each
+    /// behind the first one.
+    fn within(&self, limit: Option<usize>) -> String {
+        let count = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |c: usize| self.rows.iter().filter_map(|row| row.get(c)).map(|cell| cell.chars().count()).max();
-        let widths: Vec<usize> = (0..columns).map(|c| width(c).unwrap_or(0)).collect();
-        let line = |row: &Vec<String>| {
-            let cell = |(place, (cell, &width)): (usize, (&String, &usize))| match self.left && place == 0 {
-                true => format!("{cell:<width$}"),
-                false if self.left_last && place + 1 == columns => cell.clone(),
-                false => format!("{cell:>width$}"),
-            };
-            row.iter().zip(&widths).enumerate().map(cell).collect::<Vec<_>>().join("  ")
+        let widths: Vec<usize> = (0..count).map(|c| width(c).unwrap_or(0)).collect();
+        let all: Vec<usize> = (0..count).collect();
+        let taken = |columns: &[usize]| columns.iter().map(|c| widths[*c] + 2).sum::<usize>().saturating_sub(2);
+        let Some(limit) = limit.filter(|limit| taken(&all) > *limit && count > 1) else {
+            return self.block(&all, &widths, None);
         };
-        self.rows.iter().map(|row| line(row) + "\n").collect()
+        let words = (count - 1, limit.saturating_sub(taken(&all[..count - 1]) + 2));
+        if self.left_last && words.1 >= LEAST_WORDS {
+            return self.block(&all, &widths, Some(words.1));
+        }
+        let mut blocks: Vec<Vec<usize>> = vec![vec![0]];
+        for column in 1..count {
+            let fits = |block: &Vec<usize>| block.len() == 1 || taken(block) + 2 + widths[column] <= limit;
+            match blocks.last_mut().filter(|block| fits(block)) {
+                Some(block) => block.push(column),
+                None => blocks.push(vec![0, column]),
+            }
+        }
+        let text = blocks.iter().map(|block| {
+            let room = limit.saturating_sub(taken(&block[..block.len() - 1]) + 2).max(LEAST_WORDS);
+            self.block(block, &widths, Some(room))
+        });
+        text.collect::<Vec<_>>().join("\n")
+    }
+
+    /// These columns of all rows. `words`: columns for the text at the end of a row.
+    fn block(&self, columns: &[usize], widths: &[usize], words: Option<usize>) -> String {
+        let mut out = String::new();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (place, column) in columns.iter().enumerate() {
+                let (cell, width) = (row.get(*column).map_or("", String::as_str), widths[*column]);
+                if place > 0 {
+                    line.push_str("  ");
+                }
+                if self.left && *column == 0 {
+                    line.push_str(&format!("{cell:<width$}"));
+                } else if self.left_last && *column + 1 == widths.len() {
+                    let before = line.chars().count();
+                    let text = words.map(|words| wrap(cell, before, before + words));
+                    line.push_str(text.as_deref().unwrap_or(cell));
+                } else {
+                    line.push_str(&format!("{cell:>width$}"));
+                }
+            }
+            out.push_str(&line);
+            out.push('\n');
+        }
+        out
     }
 }
+
+/// Rows of a table, unless all are asked for: with what stands around them they fit a screen.
+pub const ROWS: usize = 24;
+
+/// The rows that a table shows, in their order: all, or the `most` with the largest value; and a line about the others.
+pub fn largest<'r, T>(rows: &'r [T], most: usize, of: &str, value: impl Fn(&T) -> Option<f64>) -> (Vec<&'r T>, String) {
+    if rows.len() <= most {
+        return (rows.iter().collect(), String::new());
+    }
+    let value = |place: &usize| value(&rows[*place]).unwrap_or(0.0);
+    let mut places: Vec<usize> = (0..rows.len()).collect();
+    places.sort_by(|a, b| value(b).total_cmp(&value(a)));
+    places.truncate(most);
+    places.sort_unstable();
+    let line = format!("{} more layers, with smaller {of} (--all prints them)\n", rows.len() - most);
+    (places.into_iter().map(|place| &rows[place]).collect(), line)
+}
+
+/// Words at the end of a row are not wrapped to less than this.
+const LEAST_WORDS: usize = 24;
 
 /// A number with four significant digits; `-` where there is none.
 pub fn short(value: impl Into<Option<f64>>) -> String {
@@ -84,16 +157,21 @@ pub fn range(values: impl Iterator<Item = f64>) -> String {
     if low == high { low } else { format!("{low}..{high}") }
 }
 
-/// Text in lines of at most `width` characters, the first behind `bullet`.
-pub fn wrapped(text: &str, bullet: &str, width: usize) -> String {
-    let mut out = String::from(bullet);
-    let mut line = bullet.len();
+/// Text in lines of the width of prose, the first behind `bullet`.
+pub fn wrapped(text: &str, bullet: &str) -> String {
+    format!("{bullet}{}\n", wrap(text, bullet.chars().count(), terminal::width()))
+}
+
+/// Text in lines of at most `width` characters that begin behind `indent`.
+fn wrap(text: &str, indent: usize, width: usize) -> String {
+    let mut out = String::new();
+    let mut line = indent;
     for (place, word) in text.split_whitespace().enumerate() {
         let length = word.chars().count();
         if place > 0 && line + 1 + length > width {
             out.push('\n');
-            out.push_str(&" ".repeat(bullet.len()));
-            line = bullet.len();
+            out.push_str(&" ".repeat(indent));
+            line = indent;
         } else if place > 0 {
             out.push(' ');
             line += 1;
@@ -101,7 +179,6 @@ pub fn wrapped(text: &str, bullet: &str, width: usize) -> String {
         out.push_str(word);
         line += length;
     }
-    out.push('\n');
     out
 }
 
@@ -111,8 +188,9 @@ mod tests {
 
     #[test]
     fn lines_are_wrapped_behind_their_bullet() {
-        assert_eq!(wrapped("one two three", "- ", 9), "- one two\n  three\n");
-        assert_eq!(wrapped("", "- ", 9), "- \n");
+        assert_eq!(wrap("one two three", 2, 9), "one two\n  three");
+        assert_eq!(wrapped("one", "- "), "- one\n");
+        assert_eq!(wrapped("", "- "), "- \n");
     }
 
     #[test]
@@ -132,6 +210,30 @@ mod tests {
     fn columns_are_aligned() {
         let mut table = Table::new(["a", "long"]);
         table.row(["1000".to_owned(), "2".to_owned()]);
-        assert_eq!(table.render(), "   a  long\n1000     2\n");
+        assert_eq!(table.within(None), "   a  long\n1000     2\n");
+        assert_eq!(table.within(Some(10)), table.within(None));
+    }
+
+    #[test]
+    fn long_tables_show_the_largest_rows_in_their_order() {
+        let rows = [3.0, 9.0, 1.0, 8.0];
+        let (shown, line) = largest(&rows, 2, "bounds", |x| Some(*x));
+        assert_eq!(
+            (shown, line.as_str()),
+            (vec![&9.0, &8.0], "2 more layers, with smaller bounds (--all prints them)\n")
+        );
+        assert_eq!(largest(&rows, 4, "bounds", |x| Some(*x)), (rows.iter().collect(), String::new()));
+    }
+
+    #[test]
+    fn narrow_tables_are_folded_and_their_words_wrapped() {
+        let mut numbers = Table::new(["layer", "first", "second", "third"]);
+        numbers.row(["0", "1", "2", "3"].map(str::to_owned));
+        let folded = "layer  first\n    0      1\n\nlayer  second\n    0       2\n\nlayer  third\n    0      3\n";
+        assert_eq!(numbers.within(Some(13)), folded);
+        assert_eq!(numbers.within(Some(20)).split("\n\n").count(), 2);
+        let mut words = Table::new(["layer", "why"]).left_last();
+        words.row(["3".to_owned(), "a reason that is longer than the line".to_owned()]);
+        assert_eq!(words.within(Some(32)), "layer  why\n    3  a reason that is longer\n       than the line\n");
     }
 }

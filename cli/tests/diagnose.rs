@@ -42,6 +42,8 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
     let page = std::fs::read_to_string(&page).unwrap();
     assert!(page.contains("layer 5, head 1 goes wrong first") && page.contains("Largest logit"));
     assert!(!page.contains("NaN") && !page.contains("<script"));
+    // The line is where the lead counts from.
+    assert!(page.contains("The vertical line is step 520"), "{page}");
     let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
     assert!(table.contains("ALARM: layer 5, head 1") && table.contains("184 steps after its first alarm"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 160), "{table}");
@@ -217,4 +219,22 @@ fn the_library_reads_what_it_wrote() {
     let (run, records) = sigmascale_lab::history::read_records(&file).unwrap();
     let diagnosis = Diagnosis::new(run, &records, Default::default()).unwrap();
     assert_eq!((diagnosis.first.unwrap().raised, diagnosis.loss_shows), (520, Some(704)));
+}
+
+/// What a trainer leaves: its record, or its checkpoints in the order of their steps.
+#[test]
+fn the_output_folder_of_a_trainer_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    for (step, place) in [(20, "checkpoint-20"), (3, "checkpoint-3")] {
+        let (_keep, copy) = copy_of_tiny_llama();
+        std::fs::rename(&copy, folder.path().join(place)).unwrap();
+        assert!(folder.path().join(format!("checkpoint-{step}")).exists());
+    }
+    let found = json(&["diagnose", text(folder.path()), "--json"]);
+    assert_eq!(
+        (&found["source"], &found["first_step"], &found["last_step"]),
+        (&"checkpoints".into(), &3.into(), &20.into())
+    );
+    record(&folder.path().join("run.jsonl"), false);
+    assert_eq!(json(&["diagnose", text(folder.path()), "--json"])["source"], "lab");
 }

@@ -50,8 +50,12 @@ fn unknown_names() {
     let line = refused("nothing-like-it");
     assert!(!line.contains("nearest") && line.contains("gpt2-xl"), "{line}");
     let line = refused("mistralai/Mistral-7B-v0.1");
-    let download = "`hf download mistralai/Mistral-7B-v0.1 --local-dir Mistral-7B-v0.1`";
-    assert!(line.contains(download) && line.contains("mistral-7b"), "{line}");
+    assert!(
+        line.contains("`hf download mistralai/Mistral-7B-v0.1`") && line.contains("preset of its config: mistral-7b"),
+        "{line}"
+    );
+    let line = refused("Qwen/Qwen2.5-0.5B");
+    assert!(line.contains("`hf download Qwen/Qwen2.5-0.5B`") && !line.contains("preset"), "another size: {line}");
     let line = refused("/no/such/folder");
     assert!(!line.contains("hf download") && line.contains("/no/such/folder"), "{line}");
 }
@@ -220,4 +224,98 @@ fn one_kind_of_mistake_has_one_exit_code() {
         let (code, log) = failure(args);
         assert!(code == 1 && log.contains(part) && log.lines().count() == 1, "{args:?}: {code} {log}");
     }
+}
+
+/// Under `--json` what went wrong is an object too, on stderr; usage errors are among them.
+#[test]
+fn errors_are_json_where_results_are() {
+    for (args, kind, code) in [
+        (&["calibrate", "no-such-model", "--json"][..], "io", 1),
+        (&["calibrate", "mistral-7b", "--format", "json", "--delta", "2"], "argument", 2),
+        (&["verify", "/no/such/folder", "--format=json"], "io", 3),
+        (&["inspect", "--json", "--no-such-option"], "usage", 2),
+    ] {
+        let (exit, log) = failure(args);
+        let found: serde_json::Value =
+            serde_json::from_str(&log).unwrap_or_else(|error| panic!("{args:?}: {error}: {log}"));
+        let error = &found["error"];
+        assert_eq!((&error["kind"], &error["exit_code"], exit), (&kind.into(), &code.into(), code), "{log}");
+        assert!(error["message"].as_str().is_some_and(|message| message.len() > 10), "{log}");
+    }
+}
+
+#[test]
+fn a_model_where_stress_takes_none_is_named_with_its_option() {
+    let (code, log) = failure(&["stress", "weight-spike", "some-folder"]);
+    assert!(code == 2 && log.contains("--model some-folder"), "{log}");
+}
+
+/// A model id is found in the Hugging Face cache, whose files are links; the result has its name, not that of the snapshot.
+#[cfg(unix)]
+#[test]
+fn a_model_id_is_looked_up_in_the_cache_of_the_hub() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("hub/models--owner--tiny-llama");
+    let (blobs, snapshot) = (model.join("blobs"), model.join("snapshots/0123abcd"));
+    for folder in [&blobs, &snapshot, &model.join("refs")] {
+        std::fs::create_dir_all(folder).unwrap();
+    }
+    std::fs::write(model.join("refs/main"), "0123abcd").unwrap();
+    for entry in std::fs::read_dir(TINY_LLAMA).unwrap() {
+        let from = entry.unwrap().path();
+        let name = from.file_name().unwrap();
+        std::fs::copy(&from, blobs.join(name)).unwrap();
+        std::os::unix::fs::symlink(Path::new("../../blobs").join(name), snapshot.join(name)).unwrap();
+    }
+    let run = |args: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
+        let output =
+            command.args(args).current_dir(home.path()).env("HF_HOME", home.path()).env_remove("HF_HUB_CACHE").output();
+        let output = output.unwrap();
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{args:?}: {log}");
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    };
+    let profile = run(&["calibrate", "owner/tiny-llama", "--json"]);
+    assert_eq!(profile["model"]["name"], "owner/tiny-llama");
+    let direct = run(&["calibrate", TINY_LLAMA, "--json"]);
+    assert_eq!(profile["layers"], direct["layers"]);
+    run(&["export", "owner/tiny-llama", "--to", "served", "--for", "vllm", "--json"]);
+    // Weights of the export are files of their own, not links into a cache that may be emptied.
+    let shard = home.path().join("served").join(SHARDS[0]);
+    assert!(std::fs::symlink_metadata(&shard).unwrap().is_file());
+    assert_eq!(run(&["verify", "served", "--json"])["safe"], true);
+    let args =
+        ["stress", "checkpoint-load", "--model", "owner/tiny-llama", "--layers", "1", "--seq-len", "16", "--json"];
+    assert_eq!(run(&args)["model_layers"], 1);
+}
+
+/// `-v` says what was opened and how long it took, for every command; `-q` leaves errors alone.
+#[test]
+fn logs_are_asked_for_and_forbidden() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("result.txt");
+    let served = folder.path().join("served");
+    let log = |args: &[&str]| {
+        let output = run::sigmascale(args);
+        assert_eq!(output.status.code(), Some(0), "{args:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    for args in [
+        &["families"][..],
+        &["doctor"],
+        &["calibrate", TINY_LLAMA],
+        &["export", TINY_LLAMA, "--to", text(&served), "--for", "vllm"],
+        &["verify", TINY_LLAMA],
+    ] {
+        let said = log(&[args, &["-v"]].concat());
+        assert!(
+            said.contains("done seconds=") && said.contains("opened") == args.contains(&TINY_LLAMA),
+            "{args:?}: {said}"
+        );
+    }
+    assert!(log(&["families", "-o", text(&file)]).starts_with("wrote "));
+    assert_eq!(log(&["families", "-q", "-o", text(&file)]), "");
+    let (_, error) = failure(&["calibrate", "no-such-model", "-q"]);
+    assert!(error.starts_with("error: no-such-model"), "{error}");
 }

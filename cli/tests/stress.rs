@@ -389,6 +389,30 @@ fn the_failure_probability_is_that_of_the_run() {
     assert!(json(&["stress", "replay", "--trace", TRACE, "--format", "json"])["tail"].is_null());
 }
 
+/// Estimates rise from below to the norm while the weights stay, follow a spike in the same step, and say that they promise nothing.
+#[test]
+fn an_estimator_is_one_word() {
+    let run = |estimator| {
+        let options = ["--layers", "2", "--seq-len", "32", "--steps", "12", "--mode", "logit", "--format", "json"];
+        let policies = ["--policies", "geometry-c-star,auto-c,delayed-paper", "--estimator", estimator];
+        json(&[&["stress", "weight-spike", "--model", TINY_LLAMA][..], &options, &policies].concat())
+    };
+    let [gram, power, summed] = ["gram", "power", "power-summed"].map(run);
+    let descale = |run: &Value, policy, step| row(run, policy, step, 1)["logit_descale"].as_f64().unwrap();
+    for (name, estimated) in [("power", &power), ("power-summed", &summed)] {
+        assert_eq!(estimated["estimator"], name);
+        let notes = estimated["notes"].to_string();
+        assert!(notes.contains("no guarantee") && !gram["notes"].to_string().contains("no guarantee"), "{notes}");
+        assert!((0..9).all(|step| descale(estimated, "geometry-c-star", step) <= descale(estimated, "geometry-c-star", step + 1)));
+        assert!(descale(estimated, "geometry-c-star", 9) > descale(estimated, "geometry-c-star", 0));
+        let spike = descale(estimated, "geometry-c-star", 10) / descale(estimated, "geometry-c-star", 9);
+        assert!((15.9..17.0).contains(&spike), "{spike}");
+        // The baseline is the same whatever the estimator.
+        assert!((0..12).all(|step| descale(estimated, "delayed-paper", step) == descale(&gram, "delayed-paper", step)));
+    }
+    assert!((0..12).all(|step| descale(&power, "geometry-c-star", step) <= descale(&gram, "geometry-c-star", step)));
+}
+
 #[test]
 fn auto_c_takes_its_parameters_and_reports_its_slack() {
     let run = |options: &[&str]| {
@@ -564,7 +588,6 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
         (&["lr-spike", "--model", "tiny-llama-train", "--tokens", TRACE], 2, "its own text"),
         (&["all", "--model", "tiny-llama-train", "--checkpoints", TINY_LLAMA], 2, "its own text"),
-        (&["refit", "--model", "tiny-llama-train"], 2, "it needs weights"),
         (&["replay", "--trace", TRACE, "--policies", ""], 2, "no policy is named: the policies are geometry"),
         (&["replay", "--trace", TRACE, "--delayed-te-history", "0"], 2, "at least 1"),
         (&["replay", "--trace", TRACE, "--delayed-te-history", "70000"], 2, "delayed-te: history 70000"),

@@ -11,14 +11,19 @@ use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
 
-/// A terminal: what the user sees, and what the command writes to.
+/// A terminal of 120 columns.
 fn terminal() -> (File, File) {
+    terminal_of(120)
+}
+
+/// A terminal: what the user sees, and what the command writes to.
+fn terminal_of(ws_col: u16) -> (File, File) {
     let user = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&user).unwrap();
     unlockpt(&user).unwrap();
     let name = ptsname(&user, Vec::new()).unwrap().into_string().unwrap();
     let device = OpenOptions::new().read(true).write(true).open(name).unwrap();
-    tcsetwinsize(device.as_fd(), Winsize { ws_row: 40, ws_col: 120, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
+    tcsetwinsize(device.as_fd(), Winsize { ws_row: 40, ws_col, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
     (user.into(), device)
 }
 
@@ -30,8 +35,23 @@ fn command(args: &[&str]) -> Command {
 
 /// Everything that appears on the terminal, and the exit code. Standard output goes there too unless it is set.
 fn shown(command: &mut Command, stdout: Option<Stdio>) -> (i32, String) {
-    let (mut user, device) = terminal();
+    let (user, device) = terminal();
     command.stderr(device.try_clone().unwrap()).stdout(stdout.unwrap_or_else(|| device.into()));
+    seen_by(user, command)
+}
+
+/// What standard output puts on a terminal of this width, line by line, without colors.
+fn result_at(columns: u16, args: &[&str]) -> Vec<String> {
+    let (user, device) = terminal_of(columns);
+    let mut command = command(args);
+    command.env("NO_COLOR", "1").stderr(Stdio::null()).stdout(device);
+    let (code, seen) = seen_by(user, &mut command);
+    assert!((0..=1).contains(&code), "{args:?}: {code} {seen}");
+    seen.lines().map(|line| line.trim_end().to_owned()).collect()
+}
+
+/// Runs a command whose outputs are set, and reads its terminal.
+fn seen_by(mut user: File, command: &mut Command) -> (i32, String) {
     let mut child = command.spawn().unwrap();
     // The parent's copies: the terminal ends when the child does.
     command.stderr(Stdio::null()).stdout(Stdio::null());
@@ -78,6 +98,40 @@ fn commands_say_what_they_say_elsewhere_and_nothing_else() {
     }
     let (code, seen) = on_terminal(&["calibrate", "mistral-7b", "--delta", "2"]);
     assert!(code == 2 && seen.contains("delta 2"), "{code} {seen}");
+}
+
+const RECORD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/runs/low-precision.jsonl");
+
+/// Prose is wrapped and tables are folded; words longer than a line and commands, which are copied, stay whole.
+#[test]
+fn results_fit_their_terminal() {
+    let commands = [
+        &["calibrate", "mistral-7b"][..],
+        &["calibrate", TINY_LLAMA],
+        &["calibrate", TINY_LLAMA, "--as-paper"],
+        &["calibrate", "deepseek-v3"],
+        &["inspect", TINY_LLAMA],
+        &["diagnose", RECORD],
+        &["doctor"],
+        &["families"],
+        &STRESS,
+    ];
+    for args in commands {
+        let wide = result_at(500, args);
+        let numbers = |lines: &[String]| {
+            let text = lines.join(" ");
+            text.split_whitespace().filter(|word| word.parse::<f64>().is_ok()).count()
+        };
+        for columns in [60, 80, 100, 160] {
+            let lines = result_at(columns, args);
+            let long = |line: &&String| {
+                let words = line.split_whitespace().filter(|word| word.chars().count() > usize::from(columns) / 2);
+                line.chars().count() > usize::from(columns) && words.count() == 0 && !line.contains("sigmascale export")
+            };
+            assert_eq!(lines.iter().find(long), None, "{args:?} at {columns}");
+            assert!(numbers(&lines) >= numbers(&wide), "{args:?} at {columns} loses numbers: {}", lines.join("\n"));
+        }
+    }
 }
 
 const STRESS: [&str; 10] =
@@ -149,7 +203,9 @@ fn colours_follow_no_color() {
         let plain = here(command(args).env("NO_COLOR", "1"));
         assert!(!plain.is_empty() && !styles(&plain), "{args:?}: {plain:?}");
     }
-    assert!(coloured >= 2, "help and usage errors have colours where nothing forbids them");
+    assert!(coloured >= 3, "help, usage errors and verdicts have colours where nothing forbids them");
+    let dull = shown(command(&STRESS).current_dir(folder.path()).env("CLICOLOR", "0"), None).1;
+    assert!(!styles(&dull) && dull.contains("OVERFLOW"), "{dull:?}");
     let warning = shown(command(&["calibrate", "mistral-7b"]).current_dir(folder.path()), None).1;
     assert!(warning.contains("./mistral-7b"), "{warning}");
 }

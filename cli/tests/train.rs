@@ -106,6 +106,27 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     assert!(one == output("3"));
 }
 
+/// The other scenarios train the model first, and load its weights.
+#[test]
+fn a_model_that_is_trained_first_is_loaded() {
+    let run = |scenario: &str, steps: &str| -> serde_json::Value {
+        let output = Command::new(env!("CARGO_BIN_EXE_sigmascale"))
+            .args(["stress", scenario, "--model", "tiny-gpt2-train", "--seq-len", "32", "--steps", steps, "--mode", "logit"])
+            .args(["--policies", "geometry,geometry-c-star,delayed-paper", "--estimator", "power", "--format", "json"])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    for (scenario, steps) in [("checkpoint-load", "1"), ("weight-spike", "12")] {
+        let run = run(scenario, steps);
+        assert_eq!((&run["model"], &run["estimator"]), (&"tiny-gpt2-train".into(), &"power".into()));
+        let overflow = |policy: usize| run["policies"][policy]["overflow_values"].as_u64().unwrap();
+        assert_eq!(overflow(0), 0, "{run}");
+        assert!(overflow(2) > 0, "{run}");
+    }
+}
+
 #[test]
 fn the_page_has_losses_overflow_and_its_own_text() {
     let folder = tempfile::tempdir().unwrap();

@@ -11,16 +11,15 @@ import json
 import math
 import pathlib
 import platform
-import statistics
 import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RECORD = ROOT / "benches" / "records" / "2026-11-23-weight-spike.csv"
-SUMMARY = RECORD.with_name("2026-11-23-weight-spike-policies.csv")
+RECORD = ROOT / "benches" / "records" / "2026-11-28-weight-spike.csv"
+SUMMARY = RECORD.with_name("2026-11-28-weight-spike-policies.csv")
 PICTURE = HERE / "weight_spike.svg"
-COMMAND = "stress weight-spike --model data/tiny-llama --tokens data/sample.py --mode operands --format json"
+COMMAND = "stress weight-spike --model data/tiny-llama --tokens data/sample.py --json"
 POLICIES = ["geometry", "delayed-te", "delayed-paper", "current"]
 
 LABELS = {
@@ -69,17 +68,13 @@ def measure(binary):
         "# overflow_steps: largest |x / descale| above 448. clipped_steps: above 464, where values no longer round to 448.",
         "# sqnr_db: of the attention output against f32, median over layers and steps. sqnr_worst_step_db: median over the",
         "# layers of the step in which it is least.",
-        "policy,steps,overflow_steps,clipped_steps,max_utilization,sqnr_db,sqnr_worst_step_db,worst_step",
+        "policy,steps,overflow_steps,clipped_steps,max_utilization,sqnr_db,sqnr_worst_step_db",
     ]
     for policy in POLICIES:
-        peaks = [used[step, policy] for step in steps]
-        over, clipped = sum(peak > 1 for peak in peaks), sum(peak > 464 / 448 for peak in peaks)
-        rows = [row for row in trace if row["policy"] == policy]
-        of_step = {step: statistics.median_low([row["sqnr_db"] for row in rows if row["step"] == step]) for step in steps}
-        worst = min(of_step, key=of_step.get)
-        median = statistics.median_low([row["sqnr_db"] for row in rows])
-        figures = f"{max(peaks):.6g},{median:.2f},{of_step[worst]:.2f},{worst}"
-        lines.append(f"{policy},{len(steps)},{over},{clipped},{figures}")
+        (summary,) = (row for row in result["policies"] if row["policy"] == policy)
+        counts = ",".join(str(summary[key]) for key in ("overflow_steps", "clipped_steps"))
+        figures = f"{summary['max_scaled'] / 448:.6g},{summary['sqnr_db']:.6g},{summary['sqnr_worst_step_db']:.6g}"
+        lines.append(f"{policy},{len(steps)},{counts},{figures}")
     SUMMARY.write_text("\n".join(lines) + "\n")
 
 

@@ -6,13 +6,15 @@ use sigmascale::model::AttentionSpec;
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(spec) = AttentionSpec::from_config_json(bytes, "fuzz/config.json".as_ref()) {
-        assert_eq!(spec.n_q_heads % spec.n_kv_heads, 0);
-        assert!(spec.d_head % 8 == 0 && (16..=256).contains(&spec.d_head));
-        assert_eq!((spec.rope.len(), spec.softmax_scale.len()), (spec.layers, spec.layers));
-        assert!(spec.softmax_scale.iter().all(|scale| scale.is_finite() && *scale > 0.0));
-        for rope in spec.rope.iter().flatten() {
-            assert!(rope.rotary_dim % 2 == 0 && (2..=spec.d_head).contains(&rope.rotary_dim));
-            assert!(rope.attention_factor.is_finite() && rope.attention_factor > 0.0);
+        assert!(!spec.layers.is_empty());
+        for layer in &spec.layers {
+            assert_eq!(layer.n_q_heads % layer.n_kv_heads, 0);
+            assert!(layer.mla.is_some() || layer.d_head % 8 == 0 && (16..=512).contains(&layer.d_head));
+            assert!(layer.softmax_scale.is_finite() && layer.softmax_scale > 0.0);
+            if let Some(rope) = &layer.rope {
+                assert!(rope.rotary_dim % 2 == 0 && (2..=layer.d_head).contains(&rope.rotary_dim));
+                assert!(rope.attention_factor.is_finite() && rope.attention_factor > 0.0);
+            }
         }
     }
 });

@@ -2,7 +2,7 @@
 // pages of their sequences; queries to E4M3 likewise; and the plan of the call, by the first block. Lengths, pages and where packed
 // queries lie are read on the device, so that a captured graph serves every step.
 //
-// New tokens of sequence s stand behind the `lengths[s]` that it has, and its last query at its last key. A token that its
+// New tokens of sequence s follow the `lengths[s]` that it has, and its last query is at its last key. A token that its
 // sequence's row of the block table has no room for, or whose page the cache does not have, is not written.
 //
 // A block beside the first owns 16 rows (of all sequences) of up to 4 heads of one tensor, a thread 8 dims of a row for each head,
@@ -24,6 +24,7 @@ struct AppendTensor {
   u8* out;                              // q: [sequences, length, heads, dim]; k and v: pages
   const float* descale;                 // [sequences, kv head] by the strides below
   CastWords* stats;                     // [heads], or null
+  const float* center;                  // as in cast_qkv.cu
   i64 stride_sequence, stride_row, stride_head;  // of `in`, elements; multiples of 8
   i64 descale_sequence, descale_head;
   i64 out_page, out_row, out_head;      // of pages, bytes
@@ -35,7 +36,7 @@ struct AppendParams {
   Queries queries;
   const float* cosine;                  // [positions, rotary / 2]
   const float* sine;
-  u32* counter;                         // two words: the items that the attention behind this has handed out
+  u32* counter;                         // two words: the work items that the attention after this has scheduled
   Counts* counts;
   Part* parts;
   Join* joins;
@@ -54,7 +55,7 @@ struct AppendParams {
   float tile_time, item_time, join_time, block_time, reading_time;
   int processors;
 };
-static_assert(sizeof(AppendTensor) == 4 * 8 + 8 * 8 + 2 * 4, "the host writes this layout");
+static_assert(sizeof(AppendTensor) == 5 * 8 + 8 * 8 + 2 * 4, "the host writes this layout");
 static_assert(sizeof(AppendParams) == 3 * sizeof(AppendTensor) + sizeof(BlockTable) + sizeof(Queries) + 6 * 8 + 16 * 4, "the host writes this layout");
 
 namespace {
@@ -257,6 +258,9 @@ template <Kind Of> __device__ __forceinline__ void cast(const AppendParams& p, c
 #pragma unroll
     for (int j = 0; j < 8; j++) x[j] = value(raw[h], j);
     if (rotates && live) rotate(x, angles);
+#if CENTER
+    if (t.center != nullptr && live) subtract(x, t.center + head * kDim, low, high);
+#endif
 
     // Scale, round. NOTES: rows of a warp may be of different sequences, so that each has its own descale
     const float to_units = live ? 1.0f / t.descale[sequence * t.descale_sequence + head / per_kv * t.descale_head] : 0.0f;

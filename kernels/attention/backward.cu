@@ -484,7 +484,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dk, &ds16[4 * i], rows(b, i), 1);
         ptx::wgmma_commit();
       }
-      // NOTES: dV is through, and the fence above stands behind the loads of delta.
+      // NOTES: dV is done, and the fence above comes after the loads of delta.
       ptx::wgmma_wait<1>();
       ptx::keep(dv);
       release(kFullDOut, ring.index);

@@ -5,7 +5,7 @@
 //   backward_finish    dQ to BF16
 //
 // Between them lie, in the workspace, one tile of kRows queries of one head after the other ([batch, heads_q, q_tiles]):
-//   terms    [kTerms][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; delta in
+//   terms    [kTerms][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or does not exist; delta in
 //            units of V's descale; with DQ8 what dS is multiplied by before its cast
 //   dq_sum   [kParts][8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 of a part at [part][w][i][l]
 //
@@ -55,6 +55,10 @@
 #ifndef SINK
 #define SINK 0
 #endif
+// 1: a constant of each KV head was subtracted from values and added to the output.
+#ifndef CENTER
+#define CENTER 0
+#endif
 
 // Written by the host byte for byte; strides count elements: batch, row, head.
 struct Backward {
@@ -86,6 +90,7 @@ struct Backward {
   const float* sinks;            // [heads_q], nats
   float* d_sinks;                // [heads_q]
   float* sink_parts;             // [batch, heads_q, q_tiles]
+  const float* v_center;         // [heads_kv, d_v]; delta is of the output without it
   float soft_cap;
   int window_left, window_right; // keys that a query sees before and after its position; causal: 0 after; kNoWindow: all
   int d_v;                       // columns of a head of v and the output
@@ -98,7 +103,7 @@ struct Backward {
   i64 residual_strides[3];
 #endif
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4 + (DQ8 || RESIDUAL ? 4 * 8 : 0),
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 4 * 8 + 4 * 4 + (DQ8 || RESIDUAL ? 4 * 8 : 0),
               "the host writes this layout");
 
 namespace {
@@ -120,8 +125,8 @@ constexpr bool kFeatures = VARLEN || WINDOW;     // tiles may hold rows of other
 struct Sequence {
   int batch_q, batch_k, q_row, k_row;  // its first rows
   int len_q, len_k;
-  int diagonal;                        // query i stands at key i + diagonal
-  // The first query that sees a key, and the first key that is seen. All behind them do and are.
+  int diagonal;                        // query i is at key i + diagonal
+  // The first query that sees a key, and the first key that is seen. All after them do and are.
   __device__ __forceinline__ int first_query(const Backward& p) const {
     return len_k == 0 ? len_q : max(0, -(diagonal + p.window_right));
   }
@@ -135,7 +140,7 @@ struct Slot {
 #if VARLEN
 // A row that a list names, of `rows`. Lists that break their rules give wrong rows, but none outside of the tensors.
 __device__ __forceinline__ int listed_row(const int* list, int sequence, int rows) { return min(max(list[sequence], 0), rows); }
-// Tiles of `size` rows are numbered so that sequence s has those from `first_slot` on: enough for its rows and the gap behind it,
+// Tiles of `size` rows are numbered so that sequence s has those from `first_slot` on: enough for its rows and the gap after it,
 // without a prefix sum. `rows / size + count + 1` slots hold the whole axis.
 __device__ __forceinline__ int first_slot(const int* starts, int rows, int sequence, int size) {
   return sequence < 0 ? 0 : listed_row(starts, sequence, rows) / size + sequence + 1;

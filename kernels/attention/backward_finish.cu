@@ -75,7 +75,7 @@ attention_backward_finish(const __grid_constant__ Backward p) {
           a[j] = r == 0 ? ptx::bf16x2(x.x * of_row, x.y * of_row) : ptx::bf16x2(x.z * of_row, x.w * of_row);
         }
         quad_transpose(a, quad);
-        // The gap behind a sequence gets zeros
+        // The gap after a sequence gets zeros
         const int at = row + 8 * r, column_of_quad = column + 32 * c + 8 * quad;
         if (at >= rows || (FILL && column_of_quad >= p.d)) continue;
         uint4 x = make_uint4(a[0], a[1], a[2], a[3]);

@@ -15,10 +15,25 @@ constexpr int kLanes = kDim / 8;  // threads of a row
 constexpr int kPass = kThreads / kLanes;
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
+[[maybe_unused]] __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
   sum = fmaf(ptx::bf16_low(a), ptx::bf16_low(b), sum);
   return fmaf(ptx::bf16_high(a), ptx::bf16_high(b), sum);
 }
+
+#if CENTER
+// The same of a row of O, and what its rounding took, without the center `m` of these dims.
+__device__ __forceinline__ float dot_without(const uint4& o, const uint4& residual, const float (&m)[8], const uint4& d_out) {
+  const u32 of_o[4] = {o.x, o.y, o.z, o.w}, of_r[4] = {residual.x, residual.y, residual.z, residual.w};
+  const u32 of_d[4] = {d_out.x, d_out.y, d_out.z, d_out.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    sum = fmaf(ptx::bf16_low(of_o[i]) - m[2 * i] + ptx::bf16_low(of_r[i]), ptx::bf16_low(of_d[i]), sum);
+    sum = fmaf(ptx::bf16_high(of_o[i]) - m[2 * i + 1] + ptx::bf16_high(of_r[i]), ptx::bf16_high(of_d[i]), sum);
+  }
+  return sum;
+}
+#endif
 
 #if DQ8
 // The largest power of two by which what `bound` and the root of `square` bound together stays within E4M3; NaN, so that
@@ -86,6 +101,12 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 #if SINK
   float sink_sum = 0.0f;
 #endif
+#if CENTER
+  float m[8] = {};
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    if (has_v) m[j] = p.v_center[kv_head * p.d_v + 8 * piece + j];
+#endif
   float* terms = p.terms + index * kTermFloats;
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
@@ -100,11 +121,19 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
     const float d_out_square = sum_of_row(squares(d_out[i]));
 #endif
     float delta = 0.0f;
+#if CENTER
+#if RESIDUAL
+    delta = dot_without(o[i], residual[i], m, d_out[i]);
+#else
+    delta = dot_without(o[i], make_uint4(0, 0, 0, 0), m, d_out[i]);
+#endif
+#else
 #if RESIDUAL
     const uint4 r = residual[i];
     delta = dot(r.x, d_out[i].x, dot(r.y, d_out[i].y, dot(r.z, d_out[i].z, dot(r.w, d_out[i].w, 0.0f))));
 #endif
     delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, delta))));
+#endif
 #pragma unroll
     for (int lanes = 1; lanes < kLanes; lanes *= 2) delta += ptx::shuffle_xor(delta, lanes);
     const bool live = is_live(row);

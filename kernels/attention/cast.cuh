@@ -17,6 +17,10 @@
 #ifndef INPUT
 #define INPUT 0
 #endif
+// 1: a constant of each head is subtracted from keys or values.
+#ifndef CENTER
+#define CENTER 0
+#endif
 // 0: none, 1: half-split (c with c + rotary / 2), 2: interleaved (2 c with 2 c + 1).
 #ifndef ROPE
 #define ROPE 0
@@ -87,6 +91,13 @@ __device__ __forceinline__ void rotate(float (&x)[8], const Angles& a) {
     x[kStep * i] = fmaf(e, a.cosine[i], -o * a.sine[i]);
     x[kStep * i + kPair] = fmaf(o, a.cosine[i], e * a.sine[i]);
   }
+}
+
+// Without the center of the head, whose dims from `low` and from `high` on these are.
+__device__ __forceinline__ void subtract(float (&x)[8], const float* center, int low, int high) {
+  const float4 a = *reinterpret_cast<const float4*>(center + low), b = *reinterpret_cast<const float4*>(center + high);
+  x[0] -= a.x, x[1] -= a.y, x[2] -= a.z, x[3] -= a.w;
+  x[4] -= b.x, x[5] -= b.y, x[6] -= b.z, x[7] -= b.w;
 }
 
 // Bits of the largest |x| of the warp; a NaN counts as the largest.

@@ -30,6 +30,7 @@ struct CastTensor {
   u8* out;                              // Q, K: [batch, length, heads, dim]; V: a layout above
   const float* descale;                 // [batch, kv head] by the strides below
   CastWords* stats;                     // [heads], or null
+  const float* center;                  // [heads, dim], 16-byte aligned: subtracted behind the rotation; or null
   i64 stride_batch, stride_row, stride_head;  // of `in`, elements; multiples of 8
   i64 descale_batch, descale_head;
   int length, heads;
@@ -39,14 +40,14 @@ struct CastParams {
   const float* cosine;                  // [positions, rotary / 2]
   const float* sine;
   const int* positions;                 // [batch, len_k], or null: the row's index
-  u32* counter;                         // two words: the tiles that the attention behind this has handed out
+  u32* counter;                         // two words: the tiles that the attention after this has scheduled
   u8* v_rows;                           // V in E4M3, [batch, len_k, heads_kv, dim], or null
   int rotary;                           // rotated leading dims, a multiple of 8; tables 16-byte aligned
   int q_start;                          // position of the first query among the keys
   int v_f16;                            // 1: V leaves in F16
   int table_rows;                       // positions of the tables
 };
-static_assert(sizeof(CastTensor) == 4 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
+static_assert(sizeof(CastTensor) == 5 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
 static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 5 * 8 + 4 * 4, "the host writes this layout");
 
 namespace {
@@ -159,6 +160,9 @@ cast_qkv(const __grid_constant__ CastParams p, const __grid_constant__ CastRows 
     for (int i = 0; i < 8; i++) x[i] = value(raw[h], i);
 
     if (rotates && live) rotate(x, angles);
+#if CENTER
+    if (t.center != nullptr && live) subtract(x, t.center + head * (is_v ? kValueDim : kDim), low, high);
+#endif
 
     // Scale, round
     const float to_units = 1.0f / t.descale[batch * t.descale_batch + head / per_kv * t.descale_head];
@@ -225,7 +229,7 @@ repack_v(const __grid_constant__ CastTensor t, u32* counter, int v_f16, const __
   const int slot = group * kKeys + min(here.row, kKeys - 1);
   const bool has_row = kWhole || here.row < kKeys;
   if (kVarlen && group >= all.value_groups) {
-    // Blocks behind those of V: rows of the output
+    // Blocks after those of V: rows of the output
     const RowPlace seat = place_of(all, true, false, 0, slot - all.value_groups * kKeys, 0);
     const int per_kv = all.heads_q / t.heads;
     for (int h = head * per_kv; has_row && seat.stored && !seat.live && h < (head + 1) * per_kv; h++)

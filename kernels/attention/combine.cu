@@ -126,7 +126,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
   const float factor = all.total == 0.0f ? 0.0f : v_descale / all.total;  // NaN of a sink that is
   float amax = 0.0f, out[kMine];
 #pragma unroll
-  for (int j = 0; j < kMine; j++) out[j] = all.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
+  for (int j = 0; j < kMine; j++) {
+    float m = 0.0f;
+#if CENTER
+    if (all.total != 0.0f && (kExact || kMine * lane < p.columns)) m = p.v_center[kv * p.columns + kMine * lane + j];
+#endif
+    out[j] = fmaf(all.sum[j], factor, m), amax = fmaxf(amax, fabsf(out[j]));
+  }
   if (p.lse != nullptr && lane == 0)
     p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] =
         all.total == 0.0f ? none() : (all.max_lse + ptx::log2_approx(all.total)) * kLn2;

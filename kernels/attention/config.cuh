@@ -61,6 +61,10 @@
 #ifndef SINK
 #define SINK 0
 #endif
+// 1: a constant of each KV head was subtracted from values, and is added to the output.
+#ifndef CENTER
+#define CENTER 0
+#endif
 // Keys and values lie in pages (paged.cu); with V_ROWS values are rows, as keys are.
 #ifndef PAGED
 #define PAGED 0
@@ -84,7 +88,7 @@ constexpr bool kLogitsE4m3 = LOGITS_E4M3;
 // Few query rows: heads of a GQA group share a tile, and keys are split over blocks (scheduler_split.cuh). Compiled with
 // CAUSAL; `Params::causal_offset` says whether the call is.
 constexpr bool kSplitKv = SPLIT_KV;
-// Windows to the left and right of a query by `Params`, which may say that there is none. Compiled with CAUSAL.
+// Windows to the left and right of a query by `Params`, which may have none. Compiled with CAUSAL.
 constexpr bool kWindow = WINDOW;
 // Sequences of unequal length: tiles come from a schedule in the workspace (schedule.cuh). Compiled with WINDOW.
 constexpr bool kVarlen = VARLEN;
@@ -108,7 +112,7 @@ constexpr Pv kPv = (Pv)PV;
 //   Double   two of them, where the registers of a thread hold them (mainloop_double.cuh)
 //   Rolled   the same in one loop body without unrolled copies, for splits of few tiles (mainloop_rolled.cuh)
 //   Sliced   P V is promoted in slices of columns, through the registers of the logits (mainloop_sliced.cuh), where a thread has
-//            no others beside O. Of 64 columns the logits' registers hold two slices.
+//            no others besides O. Of 64 columns the logits' registers hold two slices.
 enum class Mainloop { Single, Double, Rolled, Sliced };
 constexpr Mainloop kMainloop = (Mainloop)MAINLOOP;
 constexpr bool kDoubleLogits = kMainloop == Mainloop::Double || kMainloop == Mainloop::Rolled;
@@ -192,7 +196,7 @@ constexpr int kOutBytes = kConsumers * kRows * kOutRow;
 constexpr bool kBulkStore = !(kOutE4m3 || kSplitKv || kPadded) && kOffsetOut + kOutBytes + kSlackBytes <= kMaxSharedBytes;
 constexpr int kSharedBytes = kOffsetOut + (kBulkStore ? kOutBytes : 0) + kSlackBytes;
 static_assert(kSharedBytes <= kMaxSharedBytes && kKvStages > 1, "shared memory of one multiprocessor");
-static_assert(!kDoubleLogits || kQStages == 2, "the last product of a work item runs beside the first of the next");
+static_assert(!kDoubleLogits || kQStages == 2, "the last product of a work item runs concurrently with the first of the next");
 static_assert(!kPaged || (kRuns == 1 && kValueDim == kDim && !kPadded), "paged kernels are compiled for equal head dimensions of 64 or 128");
 
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSmallProducer ? 24 : 40;

@@ -26,6 +26,29 @@ __device__ __forceinline__ float join_sink(float& sum, float& offset, float sink
   return rescale;
 }
 
+#if CENTER
+// O = factor O + m in the rows that see a key; `sums`: of P. m: the center of the values of a head of `columns` columns.
+__device__ __forceinline__ void scale_and_shift(float (&o)[kValueDim / 2], const float (&factor)[2], const float (&sums)[2], const float* m,
+                                                int quad, int columns) {
+#pragma unroll
+  for (int i = 0; i < kValueDim / 2; i += 4) {
+    const int column = 2 * i + 2 * quad;
+    float2 x = make_float2(0.0f, 0.0f);
+    if (!kPadded || column < columns) x = *reinterpret_cast<const float2*>(m + column);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const bool empty = sums[r] <= 1.0f;
+      o[i + 2 * r] = fmaf(o[i + 2 * r], factor[r], empty ? 0.0f : x.x);
+      o[i + 2 * r + 1] = fmaf(o[i + 2 * r + 1], factor[r], empty ? 0.0f : x.y);
+    }
+  }
+}
+// That of the values that a query head reads.
+__device__ __forceinline__ const float* value_center(const Params& p, int head) {
+  return p.v_center + head / (p.heads_q / p.heads_kv) * (kPadded ? p.columns : kValueDim);
+}
+#endif
+
 enum class Format { E4m3, Bf16, F16 };
 // Stores row r of a thread's two, where it exists, by this thread's quad: its first `columns`.
 template <Format F, class Element>

@@ -1,4 +1,4 @@
-// Mainloop with one set of logit accumulators and P V promoted in slices, where registers hold no other sum beside O: a slice of
+// Mainloop with one set of logit accumulators and P V promoted in slices, where registers hold no other sum next to O: a slice of
 // P V takes those of the logits, and is added to O in f32 while the next is computed. The last is added under the next Q K^T.
 //
 //   for j = 0, 1, ...:  S = Q K_j^T;  P = softmax(S);  for each slice of columns:  O = rescale O + P V_j

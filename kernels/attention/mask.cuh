@@ -1,4 +1,4 @@
-// Which keys a query sees. Rows and keys count from the first of their sequence; the last query stands at the last key.
+// Which keys a query sees. Rows and keys count from the first of their sequence; the last query is at the last key.
 #pragma once
 #include "common/types.cuh"
 
@@ -13,7 +13,7 @@ struct Lengths {
 constexpr int kNoWindow = 1 << 28;
 
 // Ends of the keys that row `row` sees, by the window on that side; causal is a right window of 0. Both may lie outside of the keys,
-// and the first behind the last.
+// and the first after the last.
 __device__ __forceinline__ int first_visible(Lengths length, int row, int left) { return row + length.k - length.q - left; }
 __device__ __forceinline__ int last_visible(Lengths length, int row, int right) { return row + length.k - length.q + right; }
 

@@ -64,7 +64,7 @@ struct BlockTable {
 };
 static_assert(sizeof(BlockTable) == 3 * 8 + 4 * 4, "the host writes this layout");
 
-// What paged.cu reads beside `Params`.
+// What paged.cu reads besides `Params`.
 struct PagedParams {
   BlockTable table;
   const Counts* counts;

@@ -53,6 +53,7 @@ struct Params {
   // Of the variants that ask for them
   const float* sinks;            // [heads_q], nats
   const Schedule* schedule;
+  const float* v_center;         // [heads_kv, columns]: added to the output
   int window_left, window_right; // kNoWindow: no limit; causal is 0 to the right
   float soft_cap;
   int columns;                   // of the output, where the kernel has more (PADDED)
@@ -63,7 +64,7 @@ struct Params {
 #endif
 };
 static_assert(!(ROW_MAX && RESIDUAL), "their addresses have one place");
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 2 * 8 + 4 * 4 + (ROW_MAX || RESIDUAL ? 8 : 0),
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 3 * 8 + 4 * 4 + (ROW_MAX || RESIDUAL ? 8 : 0),
               "the host writes this layout");
 
 struct CombineParams {
@@ -90,5 +91,6 @@ struct CombineParams {
   const Join* joins;
   int block_rows;
   int unused;
+  const float* v_center;
 };
-static_assert(sizeof(CombineParams) == 8 * 8 + 7 * 8 + 8 * 4 + 9 * 8 + 2 * 4, "the host writes this layout");
+static_assert(sizeof(CombineParams) == 8 * 8 + 7 * 8 + 8 * 4 + 10 * 8 + 2 * 4, "the host writes this layout");

@@ -146,7 +146,7 @@ __device__ __forceinline__ u32 follows(u32 staging, int stage) {
 // The producer's loop, by a warp. `staging`: where rows of values go, with V_ROWS.
 __device__ __forceinline__ void produce_pages(const Params& p, const PagedParams& g, const Pipeline& pipeline, WorkItem* work, u32 staging,
                                               const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v) {
-  constexpr int kEager = 2;  // tiles of keys that are loaded before the work item is handed out
+  constexpr int kEager = 2;  // tiles of keys that are loaded before the work item is scheduled
   static_assert(kEager < kKvStages, "consumers keep the last values of an item until they have the next item");
   const bool leader = threadIdx.x % 32 == 0;
   const int group_size = p.heads_q / p.heads_kv, consumers = p.active_consumers;

@@ -71,7 +71,7 @@ __device__ __forceinline__ Tile decode(const Params& p, int index, OwnRows& own)
 
 __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipeline, WorkItem* work, const TensorMap& map_q,
                                         const TensorMap& map_k, const TensorMap& map_v, int consumers) {
-  // Tiles of keys that are loaded before the work item is handed out. NOTES: consumers keep the last values of an item until they have
+  // Tiles of keys that are loaded before the work item is scheduled. NOTES: consumers keep the last values of an item until they have
   // the next item, so one stage cannot be counted on: with two, a second tile would wait for it forever.
   constexpr int kEager = kKvStages > 2 ? 2 : 1;
   const int tiles = kVarlen ? p.units * p.schedule->count : p.units * p.row_blocks * p.splits;

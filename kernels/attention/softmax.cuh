@@ -75,7 +75,7 @@ template <int N> __device__ __forceinline__ void exact_min(const float (&s)[N], 
   for (int i = 0; i < N; i++) low[(i >> 1) & 1] = fminf(low[(i >> 1) & 1], s[i]);
 }
 
-// Logits in units of a soft-cap, before and behind it.
+// Logits in units of a soft-cap, before and after it.
 __device__ __forceinline__ float soft_cap(float x) { return kPv == Pv::F16 ? ptx::tanh_accurate(x) : ptx::tanh_approx(x); }
 template <int N> __device__ __forceinline__ void soft_cap(float (&s)[N], float to_caps) {
 #pragma unroll

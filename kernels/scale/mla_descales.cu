@@ -30,6 +30,8 @@ constexpr u32 THREADS = 128;
 constexpr float ROUNDING = 0x1p-18f;
 // What an element below the normal numbers of E4M3 errs by, in units of the largest value that a descale is made for.
 constexpr float FLUSH = 0x1p-10f / 448.f;
+// 1 + 1/17: what rounding to E4M3 makes of a value at most.
+constexpr float CACHED = 1.058824f;
 
 // B and A of channel i.
 __device__ __forceinline__ float2 channel(const ChannelStats& s, float radius) {
@@ -78,16 +80,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   float gain = 0.f;
   for (u32 i = threadIdx.x; i < l.kv_rank; i += THREADS)
     gain = larger(gain, fabsf(load_value(l.latent_gain, l.vector_dtype, i)));
-  float cached = 0.f, rotated = 0.f;
+  float cached = 0.f;
   for (u32 p = threadIdx.x; p < half; p += THREADS) {
     const float2 both = pair(stats + l.k_pe_row, l, l.radius, p);
-    cached = larger(cached, both.x + l.k_pe_share * both.y), rotated = larger(rotated, both.x + l.k_share * both.y);
+    cached = larger(cached, both.x + l.k_pe_share * both.y);
   }
   const float latent = l.radius_c * block_largest(gain, shared) * (1.f + l.latent_share);
-  cached = block_largest(cached, shared), rotated = block_largest(rotated, shared);
+  cached = block_largest(cached, shared);
   const float row = larger(latent, cached), step = FLUSH * row, error = sqrtf((float)l.kv_rank) * step;
 
-  float bounds[3] = {0.f, rotated + step, 0.f};  // q, k, v
+  // The rotated key leaves the cache with an error relative to itself.
+  float bounds[3] = {0.f, cached * CACHED + step, 0.f};  // q, k, v
   const ChannelStats* q = stats + l.q_row + (size_t)head * (l.d_nope + l.d_rope);
   for (u32 i = threadIdx.x; i < l.d_nope; i += THREADS) {
     const float2 both = channel(q[i], l.radius_q);

@@ -10,18 +10,6 @@
 #include "ptx/launch.cuh"
 #include "scale/types.cuh"
 
-struct Layer {
-  u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
-  u32 n_q, n_kv, d_head, d_model;
-  u32 rotary, interleaved;
-  u32 layer, kv;               // number of the layer, and of its first KV head, in the model: where its results go
-  float rope_factor;           // on rotated channels (YaRN)
-  u32 normalised;              // 1: q and k go by `scale_qk_norm_bounds`
-  float query_factor;          // largest factor on q behind rotation and norms, rounded up
-  float rounding_share[3];     // of A, of q, k and v, rounded up
-};
-static_assert(sizeof(Layer) == 68, "host mirror");
-
 // Relative error of a bound computed in f32: eight roundings of at most 2^-24, and statistics that come from the Grams,
 // whose sums on tensor cores were seen to be 2e-6 low.
 constexpr float ROUNDING = 0x1p-18f;

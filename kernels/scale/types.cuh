@@ -46,6 +46,19 @@ struct ChannelStats {
 };
 static_assert(sizeof(ChannelStats) == 32, "host mirror");
 
+// A layer: where its channel statistics begin, and where its results go.
+struct Layer {
+  u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
+  u32 n_q, n_kv, d_head, d_model;
+  u32 rotary, interleaved;
+  u32 layer, kv;               // number of the layer, and of its first KV head, in the model: where its results go
+  float rope_factor;           // on rotated channels (YaRN)
+  u32 normalised;              // 1: q and k go by `scale_qk_norm_bounds`
+  float query_factor;          // largest factor on q behind rotation and norms, rounded up
+  float rounding_share[3];     // of A, of q, k and v, rounded up
+};
+static_assert(sizeof(Layer) == 68, "host mirror");
+
 // A head: of a projection, and where its channels begin.
 struct HeadPlace {
   u32 projection, first_row;

@@ -137,6 +137,9 @@ pub struct LayerRecord {
     /// Certified sigma_max(W_Q^T W_K) of each head, without the softmax scale.
     #[serde(default, deserialize_with = "numbers", skip_serializing_if = "Vec::is_empty")]
     pub sigma: Vec<f64>,
+    /// The same of W_Q^T R W_K over every rotation R between two positions, at least `sigma`.
+    #[serde(default, deserialize_with = "numbers", skip_serializing_if = "Vec::is_empty")]
+    pub sigma_rope: Vec<f64>,
     /// Certified spectral norm of each head's W_Q.
     #[serde(default, deserialize_with = "numbers", skip_serializing_if = "Vec::is_empty")]
     pub w_q: Vec<f64>,
@@ -337,9 +340,10 @@ impl RunInfo {
 
 impl LayerRecord {
     /// Every vector with its name in the file.
-    pub fn columns(&self) -> [(&'static str, &[f64]); 10] {
+    pub fn columns(&self) -> [(&'static str, &[f64]); 11] {
         [
             ("sigma", &self.sigma),
+            ("sigma_rope", &self.sigma_rope),
             ("w_q", &self.w_q),
             ("bound", &self.bound),
             ("logit_max", &self.logit_max),

@@ -190,13 +190,14 @@ class Gpt(nn.Module):
         )
 
 
-def attach(model, policy, group=None, bound=None, rope_in_cast=False):
-    """FP8 attention under a policy; None for the control. `bound`: also logit bounds. `rope_in_cast`: its cast turns q and k."""
+def attach(model, policy, group=None, bound=None, rope_in_cast=False, estimator="gram", logits=None):
+    """FP8 attention under a policy; None for the control. `bound`: also logit bounds. `rope_in_cast`: its cast turns q and k.
+    `estimator`: where norms come from. `logits`: "e4m3" casts them too."""
     if policy == "bf16":
         return None
     # Functions, since weights may be sharded: they are called when they are whole.
     layers = [functools.partial(model.attention_layer, block) for block in model.blocks]
-    runtime = fp8.attach(model, policy=policy, layers=layers, group=group, bound=bound)
+    runtime = fp8.attach(model, policy, bound, layers=layers, group=group, estimator=estimator, logits=logits)
     for block, plan in zip(model.blocks, runtime.layers):
         block.attention.plan, block.attention.turns = plan, rope_in_cast
     return runtime
@@ -207,6 +208,8 @@ class Watch:
 
     def __init__(self, runtime):
         self.overflow = torch.zeros(3, dtype=torch.int64, device=runtime.device)
+        # Of logits, where they are cast.
+        self.logits = torch.zeros((), dtype=torch.int64, device=runtime.device)
         self.peak = torch.zeros(3, device=runtime.device)
         self.steps = torch.zeros((), dtype=torch.int64, device=runtime.device)
 
@@ -214,14 +217,17 @@ class Watch:
         amax, counts = runtime.observed()
         over = counts[..., 0].sum(dim=(0, 2))
         self.overflow += over
-        self.steps += over.sum() > 0
+        logits = runtime.words[:, : runtime.n_q_heads, 3].sum()
+        self.logits += logits
+        self.steps += over.sum() + logits > 0
         if runtime.policy != "current":
             peak = (amax / runtime.descales[:, :3]).amax(dim=(0, 2))
             self.peak = torch.maximum(self.peak, peak)
 
     def take(self):
-        row = {"overflow": self.overflow.tolist(), "peak": self.peak.tolist()}
+        row = {"overflow": self.overflow.tolist(), "logit_overflow": self.logits.item(), "peak": self.peak.tolist()}
         self.overflow.zero_()
+        self.logits.zero_()
         self.peak.zero_()
         return row
 
@@ -372,7 +378,8 @@ def train(args):
     parameters = sum(p.numel() for p in model.parameters())
     ranks.shard(model, args.load)
     bound = "worst-case" if args.monitor else None
-    runtime = attach(model, args.policy, ranks.maxima(), bound, args.rope_in_cast)
+    how = ranks.maxima(), bound, args.rope_in_cast, args.estimator, args.logits
+    runtime = attach(model, args.policy, *how)
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
     decay = [p for p in model.parameters() if p.dim() == 2]
@@ -401,7 +408,7 @@ def train(args):
         profile.step(step)
         if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
-            runtime = attach(model, args.policy, ranks.maxima(), bound, args.rope_in_cast)
+            runtime = attach(model, args.policy, *how)
             if state:
                 runtime.load_state_dict(state)
             watched.begin(runtime, optimizer, step)
@@ -496,6 +503,10 @@ def main():
     parser.add_argument("--text", metavar="DIR", help="folder of text to train on")
     parser.add_argument("--policy", default="geometry", choices=["bf16", *fp8.POLICIES])
     parser.add_argument("--attention", default="fp8", choices=["fp8", "bf16"], help="bf16: as --policy bf16")
+    parser.add_argument(
+        "--estimator", default="gram", choices=["gram", "power", "power-summed"], help="where norms of logit bounds come from"
+    )
+    parser.add_argument("--logits", choices=["e4m3"], help="cast the logits too, as the spectral-bounds paper does")
     parser.add_argument("--rope-in-cast", action="store_true", help="FP8 attention turns q and k (llama), in its cast")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--style", default="llama", choices=["llama", "gpt2"])

@@ -2,7 +2,7 @@
 
 Offline, with NumPy: :func:`calibrate`, :func:`descales`, :func:`inspect`, :func:`stress`, :func:`presets`.
 A training run, from its record or its checkpoints: :func:`diagnose`.
-For serving engines: :func:`export`, :func:`verify`, and for reinforcement learning :class:`ScaleStream` and :mod:`sigmascale.rl`.
+For serving engines: :func:`export`, :func:`verify`, :func:`centers`, and for reinforcement learning :class:`ScaleStream` and :mod:`sigmascale.rl`.
 Around any FP8 attention call: :func:`probe` says whether it applies its descales.
 On a PyTorch model: :mod:`sigmascale.torch` (imported when it is first used).
 Parameters of policies: :class:`AutoC`, :class:`DelayedPaper`, :class:`DelayedTe`, and :class:`Tail` for ``geometry-c-star``.
@@ -27,7 +27,7 @@ from ._offline import calibrate, descales, inspect, presets, stress
 from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
 from ._results import Audit, Diagnosis, Export, Inspection, Profile, StressRun
-from ._serving import ScaleStream, export, verify
+from ._serving import ScaleStream, centers, export, verify
 
 if TYPE_CHECKING:
     from . import rl as rl
@@ -55,6 +55,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "calibrate",
+    "centers",
     "descales",
     "diagnose",
     "export",

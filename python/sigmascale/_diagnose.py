@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from . import _native
 from ._arguments import count, optional, real
-from ._errors import ArgumentError
 from ._offline import _path
 from ._results import Diagnosis
 
@@ -35,8 +34,8 @@ def diagnose(run: Path | Iterable[Path], *, lr: float | None = None, **options: 
     """The head of a training run that goes wrong first, and what to do: the JSON of ``sigmascale diagnose`` as a dict.
 
     ``run`` is the record that :class:`sigmascale.torch.Monitor` writes, or an iterable of two or more checkpoints of
-    one run (folders or ``.safetensors`` files, ordered by the number at the end of their names). ``lr``: the learning
-    rate between the checkpoints, without which their growth is not judged; it needs these numbers.
+    one run (folders or ``.safetensors`` files, ordered by the number at the end of their names), or the output folder of a
+    trainer, which has one of both. ``lr``: the learning rate between the checkpoints, without which their growth is not judged; it needs these numbers.
 
     ``options`` are thresholds of the alarms: ``logit_limit`` (1000), ``growth`` (0.3), ``window`` (24 records),
     ``hold`` (3 records), ``repeated`` (0.1), ``bias`` (1e-4), ``false_alarms`` (1e-6), ``entropy`` (0.02 nats),
@@ -49,8 +48,6 @@ def diagnose(run: Path | Iterable[Path], *, lr: float | None = None, **options: 
     given = thresholds(options)
     rate = optional(real)("lr", lr)
     if isinstance(run, str | bytes | os.PathLike):
-        if rate is not None:
-            raise ArgumentError("lr is for checkpoints: a record has its learning rates")
-        return Diagnosis._of(_native.diagnose(_path("run", run), [], None, given))
+        return Diagnosis._of(_native.diagnose(_path("run", run), [], rate, given))
     checkpoints = [_path("run", checkpoint) for checkpoint in run]
     return Diagnosis._of(_native.diagnose(None, checkpoints, rate, given))

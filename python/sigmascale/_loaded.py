@@ -11,6 +11,7 @@ import struct
 
 import torch
 
+from . import _native
 from ._errors import ArgumentError, SigmascaleError, UnsupportedError
 from ._serving import ScaleStream
 from .rl import must_flush
@@ -36,14 +37,14 @@ class Loaded:
             _restore_rotation(holder)
         places = json.loads(ScaleStream(self._config)._native.places())
         self._prefix = places["prefixes"][0]
-        # Attention modules with the layer of each; what stands in front of the checkpoint's names here, and other names of modules.
-        self.layers, self._paths, bases = {}, {}, set()
+        # Attention modules with the layer of each; the prefix of the checkpoint's names here, and other names of modules.
+        self.layers, self.indices, self._paths, bases = {}, {}, {}, set()
         for name, module in attention.items():
             found = _layer_of(name, places["layers"])
             if found is None:
                 raise UnsupportedError(f"attention module {name} is no layer of the config's")
             layer, base, path = found
-            self.layers[module] = layer
+            self.layers[module], self.indices[module] = layer, places["layers"].index(layer)
             self._paths[layer["module"]] = path
             bases.add(base)
         if len(bases) != 1:
@@ -116,17 +117,26 @@ class Loaded:
 
         return settle
 
-    def scales(self, touched=None):
+    def has_key_bias(self):
+        """Whether a layer here adds a constant to its keys."""
+        return any(role == "k" and self._has(stem, "bias") for stem, (role, _) in self._roles.items())
+
+    def scales(self, touched=None, *, centers=None):
         """The scales of each attention module's layer, as :class:`ScaleStream` has them. Left out are layers
         whose weights the engine repacked before a copy was held. ``touched``, if given, keeps only layers with one
         of these numbers in their tensors' names.
+
+        ``centers``: those to keep, as the JSON of the native module has them. With an empty list layers say what centers their
+        weights give; with None they need not.
         """
         fp8, block = self._stored()
         stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
         config = self._config | stored if fp8 else self._config
         kinds = ("weight", "bias")
         names = [f"{self._prefix}{stem}.{kind}" for stem in self._roles for kind in kinds if self._has(stem, kind)]
-        stream = ScaleStream(config, names=names, ranks=self._ranks)
+        # Centers are computed on the host.
+        stream = ScaleStream(config, names=names, ranks=self._ranks, host=centers is not None)
+        stream._native.keep_centers(json.dumps(centers or []))
         layers = json.loads(stream._native.places())["layers"]
         due = lambda layer: touched is None or not touched.isdisjoint(_numbers(layer))
         here = {layer["number"] for layer in self.layers.values() if due(layer)}
@@ -236,7 +246,7 @@ def _numbers(layer):
 
 
 def _layer_of(name, layers):
-    """The layer of an attention module: with what stands in front of its name, and the name of the module that holds its projections."""
+    """The layer of an attention module: with the prefix of its name, and the name of the module that holds its projections."""
     above = [name[:end] for end, sign in enumerate(name) if sign == "."]
     # Some models call the module that holds a layer's attention otherwise, or have none.
     for renamed in (str, lambda module: module.replace("self_attn", "attn"), lambda module: module.removesuffix(".self_attn")):
@@ -329,10 +339,32 @@ def up_to_bf16(value):
     return struct.unpack("<f", struct.pack("<I", (bits + 0xFFFF) & 0xFFFF0000))[0]
 
 
+def _around(layer):
+    """A layer with the scale of its centered keys in place of that of its keys."""
+    own = layer.get("centered")
+    if own is None:
+        return layer | {"center": None}
+    descales = own["k_descale"]
+    return layer | {"k": descales, "scale": layer["scale"] | {"k": up_to_bf16(max(descales))}, "center": own["center"]["k"]}
+
+
 def describe(scales):
     """The ranges of scales, for a log."""
     rows = {operand: [layer["scale"][operand] for layer in scales if operand in layer["scale"]] for operand in "qkv"}
     return ", ".join(f"{operand} {min(row):.4g} to {max(row):.4g}" for operand, row in rows.items() if row)
+
+
+# Where the largest constant of a rotation pair has less of the bound of k than this, its center gains nothing.
+_LEAST_BIAS = 0.1
+_CENTERS = ("auto", "off", "weights")
+
+
+def center_mode():
+    """What ``SIGMASCALE_CENTER`` asks for: ``"off"``, ``"weights"``, or ``"auto"``, which centers keys where a bias is large."""
+    value = os.environ.get("SIGMASCALE_CENTER", "").lower() or "auto"
+    if value not in _CENTERS:
+        raise ArgumentError(f"SIGMASCALE_CENTER is {value!r}: expected auto, off or weights")
+    return value
 
 
 _MODES = {"0": "off", "off": "off", "false": "off", "": "on", "1": "on", "on": "on", "true": "on", "strict": "strict"}
@@ -370,14 +402,23 @@ def _of(error):
 class Followed:
     """A model of an engine whose scales follow its weights. ``fill`` sets those of one attention module; ``log`` has ``info`` and
     ``error``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
+
+    ``center`` is how keys may be centered: ``"off"``; ``"auto"`` or ``"weights"``, as :func:`center_mode` has them; or why they
+    must not be. ``fill`` then finds ``center`` in a layer, a row for each KV head or None, and its scales are those of what is left. The
+    first centers stay for the life of the engine, whatever weights come: entries of its cache have them. ``context``: the longest
+    sequence, which their bounds must cover.
     """
 
-    def __init__(self, model, config, attention, fill, log, kept):
+    def __init__(self, model, config, attention, fill, log, kept, center="off", context=0):
         self.name, self.modules = type(model).__name__, list(attention.values())
         self._fill, self._log, self._kept, self._said = fill, log, kept, set()
         self.values = {}
+        # By module: None until the first weights are there.
+        self._center, self._context, self.centers = center, context, {} if center == "off" else None
         try:
             self._loaded = Loaded(model, config, attention)
+            if not self._loaded.has_key_bias():
+                self.centers = {}
             for linear in self._loaded.linears():
                 self._hook(linear)
         except Exception as error:
@@ -443,19 +484,24 @@ class Followed:
             return
         try:
             with torch.no_grad():
-                scales = self._loaded.scales(touched)
+                kept = None if self.centers == {} else list((self.centers or {}).values())
+                scales = self._loaded.scales(touched, centers=kept)
         except Exception as error:
             self.leave(_of(error))
             return
         if any(layer["v"] is None for layer in scales.values()):
-            self.leave("its values have no bound: no norm stands in front of their projection")
+            self.leave("its values have no bound: no norm precedes their projection")
             return
+        missing = 0 if self.values else len(self.modules) - len(scales)
+        if missing:
+            self.leave(f"{missing} layers have weights in a form that is not read")
+            return
+        if self.centers is None:
+            self.centers = self._choose(scales)
+        if self.centers:
+            scales = {module: _around(layer) for module, layer in scales.items()}
         changed = {module: layer for module, layer in scales.items() if layer != self.values.get(module)}
         if not self.values:
-            missing = len(self.modules) - len(scales)
-            if missing:
-                self.leave(f"{missing} layers have weights in a form that is not read")
-                return
             what = f"of {len(self.modules)} layers from the weights"
         elif not scales:
             if touched is None or touched:
@@ -479,3 +525,29 @@ class Followed:
         if changed and self._loaded is not None:
             ranges = describe(list(self.values.values()))
             self._log.info("Sigmascale: FP8 attention scales of %s, %s: %s", self.name, what, ranges)
+
+    def _choose(self, scales):
+        """The centers of a model's first weights, by module; none where they gain nothing, or must not be."""
+        found = {module: layer["centered"] for module, layer in scales.items() if "centered" in layer}
+        share = max((share for own in found.values() for share in own["bias_share"]), default=0.0)
+        if not found or (self._center != "weights" and share < _LEAST_BIAS):
+            return {}
+        positions = min((own["positions"] for own in found.values() if own["positions"] is not None), default=self._context)
+        reason = None if self._center in _CENTERS else self._center
+        if positions < self._context:
+            reason = f"their bounds hold up to position {positions}, and the engine takes sequences of {self._context}"
+        if reason:
+            self._log.info("Sigmascale: keys of %s are not centered: %s", self.name, reason)
+            return {}
+        none = lambda module: {"layer": self._loaded.indices[module], "k": None, "v": None}
+        centers = {module: found[module]["center"] if module in found else none(module) for module in self.modules}
+        self._log.info(
+            "Sigmascale: %s caches keys without the constant part that their biases give, in %d of %d layers: it has up to %.0f %% of the "
+            "bound of k (centers %s; SIGMASCALE_CENTER=off leaves it there)",
+            self.name,
+            len(found),
+            len(centers),
+            100 * share,
+            _native.center_hash(json.dumps(list(centers.values()))),
+        )
+        return centers

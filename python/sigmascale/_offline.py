@@ -36,6 +36,7 @@ _OPTIONS = {
     "granularity": ("head", text),
     "estimator": ("gram", text),
     "as_paper": (False, flag),
+    "soft_cap": (False, flag),
     "c": (None, optional(real)),
 }
 
@@ -118,8 +119,7 @@ def _source(model, weights):
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     if not os.path.exists(file):
         raise ArgumentError(f"weights go with a config: {path!r} is no config.json, and no folder that has one")
-    with open(file, encoding="utf-8") as config:
-        return config.read(), held, path
+    return _native.config_text(file), held, path
 
 
 def calibrate(model: Model, *, weights: Weights = None, **options: Unpack[Calibration]) -> Profile:
@@ -133,8 +133,11 @@ def calibrate(model: Model, *, weights: Weights = None, **options: Unpack[Calibr
       probability and the tokens per sequence, sequences per step and steps that it covers.
     - ``bound``: ``worst-case``, ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
     - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
-    - ``granularity``: a scale per ``head``, or one per ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
+    - ``granularity``: a scale per ``head``, or one per ``layer``. ``estimator``: ``gram`` (exact), ``power`` (power iteration
+      of each head) or ``power-summed`` (of the sum over a layer's heads).
     - ``as_paper``: compute everything as the paper does; ``c`` then replaces c_star.
+    - ``soft_cap``: count the model's soft-cap of the logits, for an attention that applies it. transformers' default (SDPA) does not,
+      so without this the logit bounds hold either way.
 
     Operand descales always cover the worst-case bound, whatever ``bound`` says, in units of the tensor that is
     cast; see :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and
@@ -152,7 +155,7 @@ def inspect(model: Model, *, weights: Weights = None) -> Inspection:
 
 
 def stress(
-    scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay"],
+    scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay", "resume", "lr-spike"],
     model: Path | None = None,
     *,
     mode: Literal["logit", "operands"] = "operands",
@@ -165,26 +168,23 @@ def stress(
     seed: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",
     trace: Path | None = None,
+    estimator: Literal["gram", "power", "power-summed"] = "gram",
 ) -> StressRun:
     """Run scaling policies side by side through a change of the weights. Returns the JSON of ``sigmascale stress`` as a dict.
 
     ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model). ``tokens``
     is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. ``mode`` is what is
-    cast to E4M3: ``logit`` as in the paper, or ``operands`` as in fused kernels. Only the command has the scenarios that train a
-    model.
+    cast to E4M3: ``logit`` as in the paper, or ``operands`` as in fused kernels. ``resume`` and ``lr-spike`` train their model,
+    ``tiny-llama-train`` or ``tiny-gpt2-train``; the other scenarios train it first and load its weights. ``estimator`` says where
+    norms come from, for the policies that plan from bounds: see :func:`calibrate`.
 
     ``policies``: names (one str may list several, with commas), and :class:`AutoC`, :class:`DelayedPaper` or
     :class:`DelayedTe` for other parameters than the defaults; by default all six. ``auto-c`` with the default burn-in ends it
     after a quarter of the steps where the run is shorter.
     """
     if policies is not None:
-        one = isinstance(policies, str) or not isinstance(policies, Iterable)
-        policies = [named(policy) for policy in ([policies] if one else policies)]
-    if scenario in ("resume", "lr-spike"):
-        raise ArgumentError(
-            f"scenario {scenario!r} trains a model and is only available in the command: run "
-            f"`sigmascale stress {scenario} --model tiny-llama-train`"
-        )
+        several = [policies] if isinstance(policies, str) or not isinstance(policies, Iterable) else policies
+        policies = [named(policy) for policy in several]
     some, file = optional(count), optional(_path)
     arguments = {
         "model": file("model", model),
@@ -198,6 +198,7 @@ def stress(
         "seed": whole("seed", seed),
         "device": text("device", device),
         "trace": file("trace", trace),
+        "estimator": text("estimator", estimator),
     }
     return StressRun._of(_native.stress(text("scenario", scenario), arguments))
 

@@ -37,8 +37,9 @@ class Calibration(TypedDict, total=False):
     eta: float
     bound: Literal["worst-case", "rank-aware", "spectrum"]
     granularity: Literal["head", "layer"]
-    estimator: Literal["gram", "power"]
+    estimator: Literal["gram", "power", "power-summed"]
     as_paper: bool
+    soft_cap: bool
     c: float | None
 
 

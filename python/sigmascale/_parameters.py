@@ -20,7 +20,7 @@ class _Checked:
     """Fields as plain numbers, each by its own check; ranges that depend on more are the native half's."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # classes below are dataclasses
             value = field.metadata["check"](field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
@@ -84,7 +84,7 @@ _NAMES = {AutoC: "auto-c", DelayedPaper: "delayed-paper", DelayedTe: "delayed-te
 
 
 def named(policy):
-    """Name and parameters of a policy, as the native half takes them: a name alone stands for the defaults."""
+    """Name and parameters of a policy, as the native half takes them: a name alone means the defaults."""
     if isinstance(policy, str):
         return policy, None
     if type(policy) in _NAMES:

@@ -21,7 +21,7 @@ def found():
 def _look(name, distribution, group, module, listed):
     version = next((v for v in map(_version, (distribution, f"{distribution}-cpu")) if v), None)
     if version is None:
-        return False, "the engine is not installed in this Python environment"
+        return False, f"the engine is not installed in the Python environment of this command, {sys.prefix}"
     if not any(point.value == f"sigmascale.{module}:register" for point in importlib.metadata.entry_points(group=group)):
         return False, f"{version}, but the plugin's entry point in {group} is not: install this package with pip"
     allowed = os.environ.get(listed) if listed else None

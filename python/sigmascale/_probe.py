@@ -168,15 +168,14 @@ def probe(
         _hypotheses(asked[1], product_alone[2], 2),
         _hypotheses(asked[2], v_of_call[3], 3),
     ]
-    best = (math.inf, None)
+    error, names = math.inf, ("unexplained",) * 3
     for (q_name, q_row), (k_name, k_row), (v_name, v_row) in itertools.product(*guesses):
         with np.errstate(all="ignore"):
-            error = np.max(np.abs(seen / (v_row * softmax(q_row * k_row)) - 1.0))
+            off = np.max(np.abs(seen / (v_row * softmax(q_row * k_row)) - 1.0))
         # The plainest explanation comes first and wins ties.
-        if error < best[0] * (1 - 1e-3):
-            best = (float(error), (q_name, k_name, v_name))
-    error, names = best
-    if names is None or not error <= _TOLERANCE:
+        if off < error * (1 - 1e-3):
+            error, names = float(off), (q_name, k_name, v_name)
+    if not error <= _TOLERANCE:
         names = ("unexplained",) * 3
         error = float(np.max(np.abs(seen / (asked[2] * softmax(asked[0] * asked[1])) - 1.0)))
         if not math.isfinite(error):

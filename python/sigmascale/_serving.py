@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _native
 from ._arguments import flag, text, whole
@@ -40,8 +40,8 @@ def export(
     skipped get no scale.
     """
     arguments = (_path("model", model), _path("to", to), text("engine", engine))
-    options = (flag("per_head", per_head), flag("copy", copy), *_options(context, skip_layers))
-    return Export(json.loads(_native.export(*arguments, *options)))
+    serving = _options(context, skip_layers)
+    return Export(json.loads(_native.export(*arguments, flag("per_head", per_head), flag("copy", copy), *serving)))
 
 
 def _options(context: int | None, skip_layers: Iterable[int | str]) -> tuple[int | None, list[str]]:
@@ -57,19 +57,43 @@ def verify(
     *,
     context: int | None = None,
     skip_layers: Iterable[int | str] = (),
+    kv: Literal["fp8", "nvfp4", "nvfp4_4over6"] = "fp8",
 ) -> Audit:
     """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
 
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
     ``context`` is the longest sequence of the server, else that of the config. ``skip_layers`` are kept out of the FP8
-    cache, as vLLM's ``--kv-cache-dtype-skip-layers`` takes them: numbers of layers, or ``sliding_window``.
+    cache, as vLLM's ``--kv-cache-dtype-skip-layers`` takes them: numbers of layers, or ``sliding_window``. ``kv`` is the
+    type of the cache: NVFP4, which vLLM alone has, holds 6 or 4 times as much under the same scale.
     """
     engine = None if engine is None else text("engine", engine)
-    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *_options(context, skip_layers)))
+    options = (*_options(context, skip_layers), text("kv", kv))
+    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *options))
     if others:
         first["others"] = others
     return first
+
+
+def centers(
+    model: Path,
+    *,
+    keys: Literal["none", "weights", "minimax"] = "weights",
+    values: Literal["none", "weights", "minimax"] = "none",
+    positions: int | None = None,
+) -> dict[str, Any] | None:
+    """The constants that may be subtracted from keys and values before an FP8 cast, from the weights of a checkpoint folder.
+
+    ``keys`` and ``values``: where they come from. ``weights``: the mean of the rotated bias over ``positions`` (2048) for keys,
+    the bias for values; ``minimax``: the least worst-case bound. None where nothing is to be subtracted: no bias, no rotation,
+    a soft-cap or sinks.
+
+    A dict: ``hash``, which two engines must share to share a cache, ``policy``, and ``layers``, each with ``layer`` (the model's
+    own number), ``module``, ``k`` and ``v`` (a row for each KV head of bfloat16 values, or None), ``k_scale`` and ``v_scale``
+    (what covers ``k - c`` and ``v - m``, one for each KV head) and ``positions`` (below which they hold; None: at all).
+    """
+    most = None if positions is None else whole("positions", positions, least=1)
+    return json.loads(_native.centers(_path("model", model), text("keys", keys), text("values", values), most))
 
 
 class _Completed(Sequence[dict[str, Any]]):
@@ -108,7 +132,7 @@ class ScaleStream:
     anyway.
 
     A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV
-    head; v is None without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of
+    head; v is None without a bound), ``scale`` (one per tensor, rounded up to BF16, as engines take it) and ``names`` of
     it by engine.
     """
 
@@ -200,5 +224,4 @@ class ScaleStream:
 
 def _read(path):
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    with open(file, encoding="utf-8") as config:
-        return config.read(), None, file
+    return _native.config_text(file), None, file

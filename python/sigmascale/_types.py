@@ -108,15 +108,16 @@ class Method(TypedDict):
     """How the layers were computed."""
 
     bound: Literal["worst-case", "rank-aware", "spectrum"] | None
-    estimator: Literal["gram", "power"]
+    estimator: Literal["gram", "power", "power-summed"]
     rotation: bool
     granularity: Granularity
     as_paper: bool
+    soft_cap: NotRequired[float]
     c: float | None
     layer_norm_mean_limit: NotRequired[float]
 
 
-class LatentProfile(TypedDict):
+class MlaProfile(TypedDict):
     """What the cache of latent attention needs."""
 
     cache_descale: float
@@ -167,7 +168,7 @@ class LayerProfile(TypedDict):
     k_descale: list[float] | None
     v_descale: list[float] | None
     o_descale: list[float] | None
-    mla: NotRequired[LatentProfile]
+    mla: NotRequired[MlaProfile]
     heads: NotRequired[list[HeadProfile]]
 
 
@@ -206,7 +207,7 @@ class LayerInspection(TypedDict):
     sigma_sum: float | None
     bound_exact: float | None
     bound_rounded: float | None
-    mla: NotRequired[LatentProfile]
+    mla: NotRequired[MlaProfile]
     heads: list[HeadInspection]
 
 
@@ -257,6 +258,7 @@ class PolicySummary(TypedDict):
     layers: int
     overflow_layers: int
     overflow_steps: int
+    clipped_steps: int
     first_bad_step: int | None
     overflow_values: int
     values: int
@@ -264,6 +266,7 @@ class PolicySummary(TypedDict):
     overshoot: Quantiles | None
     utilization: Quantiles
     sqnr_db: float | None
+    sqnr_worst_step_db: float | None
     output_bias: float | None
     softmax_kl: float | None
     slack: NotRequired[list[Slack]]

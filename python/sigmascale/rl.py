@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _native
@@ -91,7 +91,8 @@ class skyrl:
 
     def extract_weights(self, dtype: Any) -> Iterator[Any]:
         """The chunks of the weights, and one of the scales. All ranks iterate, as with SkyRL's own."""
-        kind, like = None, None
+        kind: Any = None
+        like: Any = None
         for chunk in self._extractor.extract_weights(dtype):
             yield chunk
             kind, like = type(chunk), chunk.tensors[0]
@@ -217,6 +218,10 @@ def must_flush(in_use: Layers, new: Layers) -> bool:
     Both are what :meth:`ScaleStream.finish` gives. While it is False, keep casting with the scales ``in_use`` of k and
     v: a smaller one would misread what is cached. The scale of q may change at any time, since queries are not cached.
     """
+
+    for name, layers in (("in_use", in_use), ("new", new)):
+        if not isinstance(layers, Mapping):
+            raise TypeError(f"{name}: expected layers by number, as ScaleStream.finish gives them, not {layers!r}")
 
     def rows(layers, exact):
         of = lambda layer, operand: max(layer[operand]) if exact else layer["scale"][operand]

@@ -81,7 +81,7 @@ def _follow(model, model_config):
 
 
 def _fill(module, layer):
-    """Sets the scales of k and v of one attention module, and the floats beside them."""
+    """Sets the scales of k and v of one attention module, and the floats next to them."""
     import torch
 
     for operand in "kv":

@@ -5,6 +5,9 @@ scales of q, k and v are computed from the weights of each rank after every load
 place (device tensors and host-side copies). A model whose scales cannot be computed is served with 1.0, and an error is logged;
 ``SIGMASCALE_PLUGIN=strict`` stops the engine instead, and ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
 
+Where keys have a large bias (Qwen2 and 2.5), its mean over positions is subtracted from them before they are cached: softmax does
+not see it, and FP8 rounds what is left. ``SIGMASCALE_CENTER=off`` leaves keys as they are.
+
 With ``--attention-backend CUSTOM`` attention over such a cache runs on this package's kernels (Hopper).
 """
 
@@ -13,6 +16,7 @@ import sys
 import weakref
 
 from . import _loaded
+from ._errors import UnsupportedError
 from ._loaded import Followed, up_to_bf16
 from .rl import write
 
@@ -42,6 +46,7 @@ def _hook():
     _offer_backend()
     for kind in (Attention, MLAAttention):
         kind.process_weights_after_loading = _after_processing(kind.process_weights_after_loading)
+    Attention._sigmascale_center = None
 
 
 def _offer_backend():
@@ -105,7 +110,14 @@ def _follow(model):
     copies = any(word in module.attn_backend.get_name() for module in attention.values() for word in ("FLASHINFER", "TOKENSPEED"))
     kept = copies and not config.model_config.enforce_eager
     log = init_logger("vllm.plugins.sigmascale")
-    followed = Followed(model, config.model_config.hf_config, attention, _fill, log, kept)
+
+    def fill(module, layer):
+        _fill(module, layer)
+        if "center" in layer:
+            _center(module, layer["center"], config)
+
+    context = config.model_config.max_model_len
+    followed = Followed(model, config.model_config.hf_config, attention, fill, log, kept, _may_center(config, attention), context)
     reason = _reason(config, attention)
     if reason:
         followed.leave(reason)
@@ -130,6 +142,64 @@ def _reason(config, attention):
     if any("CUTLASS_MLA" in module.attn_backend.get_name() for module in latent):
         return "the CUTLASS backend of latent attention takes scales of 1.0 only"
     return None
+
+
+def _may_center(config, attention):
+    """How keys may be centered: what ``SIGMASCALE_CENTER`` asks for, or why they must not be."""
+    from vllm.model_executor.layers.attention import Attention
+
+    asked = _loaded.center_mode()
+    if asked == "off":
+        return asked
+    modules = attention.values()
+    if any(type(module).forward not in (Attention.forward, _centered) for module in modules):
+        return "its attention modules have a forward of their own"
+    if any(getattr(module, "kv_sharing_target_layer_name", None) for module in modules):
+        return "layers share caches"
+    if any(getattr(module.impl, "sinks", None) is not None for module in modules):
+        return "its softmax has sinks"
+    if not isinstance(config.additional_config, dict):
+        return "additional_config is no dict, so that the key of compiled code cannot name them"
+    if config.kv_transfer_config is not None and asked != "weights":
+        return (
+            "engines that share a cache need the same centers, which no connector checks. SIGMASCALE_CENTER=weights centers them: set it "
+            "where all engines serve the same checkpoint"
+        )
+    return asked
+
+
+def _center(module, rows, config):
+    """Sets what is subtracted from keys in place, so that captured graphs read it. A layer that has none subtracts zeros: compiled
+    code is the same for all weights.
+    """
+    import torch
+    from vllm.model_executor.layers.attention import Attention
+
+    global _forward
+    rows = rows or [[0.0] * module.head_size] * module.num_kv_heads
+    if module._sigmascale_center is not None:
+        write(module._sigmascale_center, [value for row in rows for value in row])
+        return
+    if _forward is None:
+        _forward, Attention.forward = Attention.forward, _centered
+    # Code that was compiled without them must not be found for this model.
+    config.additional_config["sigmascale"] = "centered keys"
+    # Written again after a reload, in whatever mode that is.
+    with torch.inference_mode(False):
+        module._sigmascale_center = torch.tensor(rows, dtype=torch.float32, device=module._k_scale.device)
+
+
+_forward = None
+
+
+def _centered(self, query, key, value, *args, **kwargs):
+    center = self._sigmascale_center
+    if center is not None and key is not None:
+        if key.dtype.itemsize == 1:
+            raise UnsupportedError("keys come to attention in FP8, so that no center can be subtracted: set SIGMASCALE_CENTER=off")
+        # In f32, so that the difference is rounded once.
+        key = (key.view(-1, *center.shape) - center).to(key.dtype)
+    return _forward(self, query, key, value, *args, **kwargs)
 
 
 def _hook_waking():

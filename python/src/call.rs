@@ -7,8 +7,8 @@ use pyo3::sync::PyOnceLock;
 use sigmascale::attention::{AttentionCall, AttentionShape, Keeps, Mask, PvAccumulator, Sequence};
 use sigmascale::cuda::DevicePtr;
 use sigmascale::device::attention::{
-    BackwardOptions, BackwardTensors, Delta, Descales, DeviceCall, Element, Keys, NewTokens, PackedQueries, RowBounds,
-    SavedOperands, SavedRows, Splits, Tensors, ValuePages, View,
+    BackwardOptions, BackwardTensors, Centers, Delta, Descales, DeviceCall, Element, Keys, NewTokens, PackedQueries,
+    RowBounds, SavedOperands, SavedRows, Splits, Tensors, ValuePages, View,
 };
 use sigmascale::device::attention::{Pages as CachePages, Rope as Tables, Sequences as Places};
 use sigmascale::{Error, Result};
@@ -16,7 +16,7 @@ use sigmascale::{Error, Result};
 /// A tensor of PyTorch: address, type, shape and strides in elements.
 pub struct Array {
     pub address: u64,
-    /// The type's name where it is none of the kernels'.
+    /// The type's name where the kernels do not take it.
     element: std::result::Result<Element, String>,
     pub shape: Vec<usize>,
     pub strides: Vec<i64>,
@@ -95,7 +95,7 @@ pub struct Sequences {
     max_len_k: usize,
 }
 
-/// What the call computes beside its operands.
+/// What the call computes besides its operands.
 #[derive(FromPyObject)]
 pub struct Terms {
     causal: bool,
@@ -104,16 +104,26 @@ pub struct Terms {
     window_right: Option<usize>,
     pub soft_cap: Option<f64>,
     pub sinks: Option<Array>,
+    k_center: Option<Array>,
+    v_center: Option<Array>,
     accumulator: String,
     keeps: String,
     /// Parts that keys are split into; 0: as is fastest.
     splits: usize,
     pub sequences: Option<Sequences>,
+    /// Of logits in E4M3, `(n_q)`; `None`: they stay in f32.
+    pub logit_descale: Option<Array>,
 }
 
 impl Terms {
     pub fn mask(&self) -> Mask {
         Mask { causal: self.causal, window_left: self.window_left, window_right: self.window_right }
+    }
+
+    /// On a device: of the host's calls the package subtracts centers itself.
+    fn center(&self) -> Result<Option<Centers>> {
+        let (k, v) = (optional("center of k", &self.k_center)?, optional("center of v", &self.v_center)?);
+        Ok(k.or(v).map(|_| Centers { k, v }))
     }
 
     pub fn accumulator(&self) -> Result<PvAccumulator> {
@@ -220,7 +230,8 @@ impl Call {
     fn descales(&self) -> Result<Descales> {
         let [q, k, v] = &self.descales;
         let row = |name, array: &Array| array.view(name).map(Some);
-        Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit: None })
+        let logit = optional("logit descale", &self.terms.logit_descale)?;
+        Ok(Descales { q: row("q descale", q)?, k: row("k descale", k)?, v: row("v descale", v)?, o: None, logit })
     }
 
     /// The call on a device.
@@ -243,7 +254,7 @@ impl Call {
             soft_cap: terms.soft_cap,
             sinks: optional("sinks", &terms.sinks)?,
             sequences: terms.sequences.as_ref().map(places).transpose()?,
-            center: None,
+            center: terms.center()?,
         })
     }
 

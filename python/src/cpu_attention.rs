@@ -75,7 +75,8 @@ impl Part {
 }
 
 fn precision(call: &Call) -> Result<Precision> {
-    Ok(Precision { logits: LogitCast::F32, ..Precision::hopper(call.terms.accumulator()?) })
+    let logits = if call.terms.logit_descale.is_some() { LogitCast::E4m3 } else { LogitCast::F32 };
+    Ok(Precision { logits, ..Precision::hopper(call.terms.accumulator()?) })
 }
 
 fn sinks(call: &Call) -> Result<Option<Vec<f64>>> {
@@ -91,6 +92,10 @@ fn parts(call: &Call) -> Result<Vec<Part>> {
     let [q, k, v] = &call.descales;
     let descales = |name: &str, array: &Array| values::<f32>(name, array, Element::F32);
     let (q, k, v) = (descales("q descale", q)?, descales("k descale", k)?, descales("v descale", v)?);
+    let logit = call.terms.logit_descale.as_ref().map(|array| descales("logit descale", array)).transpose()?;
+    if logit.as_ref().is_some_and(|row| row.len() != shape.n_q_heads) {
+        return Err(Error::mismatch(format_args!("descales of logits: one for each of {} heads is needed", shape.n_q_heads)));
+    }
     let place = |name: &str, array: &Array| values::<i32>(name, array, Element::I32);
     let places = |s: &Sequences| {
         let (q_starts, q_ends) = (place("q_starts", &s.q_starts)?, place("q_ends", &s.q_ends)?);
@@ -105,7 +110,10 @@ fn parts(call: &Call) -> Result<Vec<Part>> {
                 own.iter().map(|descale| Descale::new(*descale)).collect::<Result<Vec<_>>>()
             };
             let operands = OperandDescales { q: row(&q)?, k: row(&k)?, v: Some(row(&v)?), o: None };
-            let logit_descale = vec![Descale::ONE; shape.n_q_heads];
+            let logit_descale = match &logit {
+                Some(row) => row.iter().map(|descale| Descale::new(*descale)).collect::<Result<_>>()?,
+                None => vec![Descale::ONE; shape.n_q_heads],
+            };
             let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale, operands };
             let shape = AttentionShape { batch: each, ..shape };
             let sequences = places.as_ref().map(|places| sequences(places, &shape, set, sets)).transpose()?;
@@ -164,7 +172,8 @@ fn words(stats: &StepStats) -> StepWords {
             return LogitWords { amax_o: o.amax.to_bits(), ..LogitWords::default() };
         }
         let (max, min) = (ordered(logit.raw_max), !ordered(logit.raw_min));
-        LogitWords { max, min, amax_o: o.amax.to_bits(), overflow: 0 }
+        let overflow = u32::try_from(logit.overflow).unwrap_or(u32::MAX);
+        LogitWords { max, min, amax_o: o.amax.to_bits(), overflow }
     });
     let casts = |stats: &[CastStats]| stats.iter().map(cast_words).collect();
     StepWords { logits: logits.collect(), q: casts(&stats.q), k: casts(&stats.k), v: casts(&stats.v) }

@@ -12,9 +12,9 @@ use sigmascale::model::{
     self, AttentionSpec, GainForm, InputNorm, LayerSpec, LayerWeights, NormKind, NormVectors, QkNormScope, QkvBias,
     Rope, RopeLayout, Temperature,
 };
-use sigmascale::plan::{Granularity, ScalePlan};
+use sigmascale::plan::{Granularity, OperandDescales, ScalePlan};
 use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, ScaledTensor, Slack};
-use sigmascale::spectral::{GramEngine, SpectralEngine};
+use sigmascale::spectral::{Estimator, GramEngine, SpectralEngine, from_estimates, iterate_heads, iterate_sum};
 use sigmascale::stats::{StepStats, StepWords, stats_words};
 use sigmascale::tensor::{Dtype, MatrixView};
 use sigmascale::{Descale, Error, Result};
@@ -44,14 +44,7 @@ pub fn host_scales(
             let shared = Tail { delta: tail.tail().delta * layer.n_q as f64 / q_heads as f64, ..tail.tail() };
             let stored = Stored::read(layer)?;
             let (bound, plan, sigma) = stored.bounds(layer, &shared, tail.eta)?;
-            let known = |row: Option<&Vec<_>>, without: f32| match row {
-                Some(row) => row.iter().map(|descale: &Descale| descale.get()).collect(),
-                None => vec![without; layer.n_kv],
-            };
-            let own = &plan.operands;
-            for row in [Some(&own.q), Some(&own.k), own.v.as_ref(), own.o.as_ref()] {
-                heads.extend(known(row, 1.0));
-            }
+            heads.extend(row_of(&plan.operands, layer.n_kv));
             operands.extend(operand_row(&bound, layer.n_kv));
             for ((head, descale), sigma) in bound.heads.iter().zip(&plan.logit_descale).zip(sigma) {
                 let sigma = round_up(sigma);
@@ -60,6 +53,63 @@ pub fn host_scales(
         }
         Ok((heads, operands, logits.then_some(bounds)))
     })
+}
+
+/// What [`host_estimates`] gives: as [`Scales`], then the vectors after the last iteration.
+type Estimates = (Vec<f32>, Vec<f32>, Vec<f32>, Vec<f32>);
+
+/// The same with norms from `count` iterations of power iteration, of `vectors` as the device has them: bounds of logits always.
+/// `cover`: the failure probability of a head with which sigma is covered.
+#[pyfunction]
+#[pyo3(signature = (layers, estimator, tail, q_heads, vectors, count, cover))]
+#[allow(clippy::too_many_arguments)]
+pub fn host_estimates(
+    py: Python<'_>,
+    layers: Vec<Layer>,
+    estimator: &str,
+    tail: TailArguments,
+    q_heads: usize,
+    mut vectors: Vec<f32>,
+    count: usize,
+    cover: Option<f64>,
+) -> PyResult<Estimates> {
+    beside(py, || {
+        let estimator: Estimator = estimator.parse()?;
+        let (mut heads, mut operands, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
+        let mut rest = &mut vectors[..];
+        for layer in &layers {
+            let shared = Tail { delta: tail.tail().delta * layer.n_q as f64 / q_heads as f64, ..tail.tail() };
+            let owners = if estimator == Estimator::PowerSummed { layer.n_kv } else { layer.n_q };
+            let Some((own, others)) = std::mem::take(&mut rest).split_at_mut_checked(owners * layer.d_head) else {
+                return Err(Error::mismatch("vectors of a power iteration of another model"));
+            };
+            rest = others;
+            let stored = Stored::read(layer)?;
+            let (bound, plan, sigma) = stored.estimated(layer, &shared, tail.eta, estimator, own, count, cover)?;
+            heads.extend(row_of(&plan.operands, layer.n_kv));
+            operands.extend(operand_row(&bound, layer.n_kv));
+            for ((head, descale), sigma) in bound.heads.iter().zip(&plan.logit_descale).zip(sigma) {
+                let sigma = round_up(sigma);
+                bounds.extend(values(HeadBound { sigma, descale: descale.get(), ..HeadBound::new(head) }));
+            }
+        }
+        Ok((heads, operands, bounds, vectors))
+    })
+}
+
+/// What an estimate has to be multiplied by to cover sigma but with probability `p`.
+#[pyfunction]
+pub fn certified_inflation(py: Python<'_>, iterations: usize, rank: usize, p: f64) -> PyResult<f64> {
+    sigmascale::spectral::certified_inflation(iterations, rank, p).map_err(|error| raise(py, &error))
+}
+
+/// Descales `[q, k, v, o][n_kv]`, 1 where values have no bound.
+fn row_of(own: &OperandDescales, n_kv: usize) -> Vec<f32> {
+    let known = |row: Option<&Vec<Descale>>| match row {
+        Some(row) => row.iter().map(|descale| descale.get()).collect(),
+        None => vec![1.0; n_kv],
+    };
+    [Some(&own.q), Some(&own.k), own.v.as_ref(), own.o.as_ref()].map(known).concat()
 }
 
 /// The floats of a bound, in its order.
@@ -193,13 +243,11 @@ impl Stored {
         })
     }
 
-    /// Bounds, plan, and the norm of each query head's interaction (0 where q and k are normalised).
-    fn bounds(&self, layer: &Layer, tail: &Tail, eta: f64) -> Result<(LayerBounds, ScalePlan, Vec<f64>)> {
-        let spec = spec(std::slice::from_ref(layer));
+    fn weights(&self, layer: &Layer) -> Result<LayerWeights<'_>> {
         let (r, d) = (layer.d_head, layer.d_model);
         let vectors =
             |which: usize| self.qk_norm.as_ref().map(|gains| NormVectors { gain: gains[which].clone(), shift: None });
-        let weights = LayerWeights {
+        Ok(LayerWeights {
             layer: 0,
             q: self.q.heads("q", layer.n_q, r, d)?,
             k: self.k.heads("k", layer.n_kv, r, d)?,
@@ -209,8 +257,40 @@ impl Stored {
             q_norm: vectors(0),
             k_norm: vectors(1),
             mla: None,
+        })
+    }
+
+    /// As [`Stored::bounds`], from `count` iterations of these vectors.
+    #[allow(clippy::too_many_arguments)]
+    fn estimated(
+        &self,
+        layer: &Layer,
+        tail: &Tail,
+        eta: f64,
+        estimator: Estimator,
+        vectors: &mut [f32],
+        count: usize,
+        cover: Option<f64>,
+    ) -> Result<(LayerBounds, ScalePlan, Vec<f64>)> {
+        let spec = spec(std::slice::from_ref(layer));
+        let geometry = LayerGeometry::new(&spec, self.weights(layer)?)?;
+        let mut sigma = match estimator {
+            Estimator::PowerSummed => vec![iterate_sum(&geometry, vectors, count)?; layer.n_q],
+            _ => iterate_heads(&geometry, vectors, count)?,
         };
-        let mut geometry = LayerGeometry::new(&spec, weights)?;
+        if let Some(p) = cover.filter(|_| estimator == Estimator::Power && layer.rotary == 0) {
+            let factor = sigmascale::spectral::certified_inflation(count, layer.d_head, p)?;
+            sigma.iter_mut().for_each(|sigma| *sigma *= factor);
+        }
+        let bounds = LayerBounds::estimated(&spec, &geometry, &from_estimates(&geometry, &sigma)?, tail)?;
+        let plan = ScalePlan::from_bounds(&bounds, BoundKind::WorstCase, eta, Granularity::Head)?;
+        Ok((bounds, plan, sigma))
+    }
+
+    /// Bounds, plan, and the norm of each query head's interaction (0 where q and k are normalised).
+    fn bounds(&self, layer: &Layer, tail: &Tail, eta: f64) -> Result<(LayerBounds, ScalePlan, Vec<f64>)> {
+        let spec = spec(std::slice::from_ref(layer));
+        let mut geometry = LayerGeometry::new(&spec, self.weights(layer)?)?;
         if let (Some(limits), Some(norm)) = (&mut geometry.qk_limits, &layer.qk_norm) {
             // The norm may run over more channels than these heads have.
             for (heads, (_, _, channels)) in [(&mut limits.q, norm.q), (&mut limits.k, norm.k)] {

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::json;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
-use sigmascale_lab::diagnose::{Alarm, Diagnosis, Options, read_checkpoints};
+use sigmascale_lab::diagnose::{Alarm, Diagnosis, Options, in_output_folder, read_checkpoints};
 use sigmascale_lab::history::{History, read_records};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -64,8 +64,17 @@ pub fn diagnose(
     lr: Option<f64>,
     thresholds: String,
 ) -> PyResult<(String, String)> {
-    detached(py, move |stop| {
+    detached(py, "diagnose", move |stop| {
         let options = options(&thresholds)?;
+        let found = record.as_deref().and_then(in_output_folder);
+        let (record, checkpoints) = match found {
+            Some(found) if found.len() == 1 && found[0].is_file() => (found.into_iter().next(), checkpoints),
+            Some(found) => (None, found),
+            None => (record, checkpoints),
+        };
+        if lr.is_some() && record.is_some() {
+            return Err(Error::argument("lr is for checkpoints: a record has its learning rates"));
+        }
         let (run, records) = match record {
             Some(record) => read_records(&record)?,
             None => read_checkpoints(&checkpoints, lr, &mut || stop.check())?,

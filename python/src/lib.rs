@@ -21,6 +21,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(offline::command, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::config_text, module)?)?;
     module.add_function(wrap_pyfunction!(offline::calibrate, module)?)?;
     module.add_function(wrap_pyfunction!(offline::inspect, module)?)?;
     module.add_function(wrap_pyfunction!(offline::stress, module)?)?;
@@ -30,6 +31,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
     module.add_function(wrap_pyfunction!(serving::export, module)?)?;
     module.add_function(wrap_pyfunction!(serving::verify, module)?)?;
+    module.add_function(wrap_pyfunction!(serving::centers, module)?)?;
+    module.add_function(wrap_pyfunction!(serving::center_hash, module)?)?;
     module.add_function(wrap_pyfunction!(serving::refit, module)?)?;
     module.add_class::<serving::ScaleStream>()?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
@@ -40,10 +43,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu_scales::host_scales, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attention::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_attention::host_backward, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_scales::host_estimates, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_scales::certified_inflation, module)?)?;
     module.add_class::<cpu_scales::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
-    module.add_class::<mla::LatentEngine>()?;
-    module.add_class::<mla::LatentModel>()?;
+    module.add_class::<device::EstimateEngine>()?;
+    module.add_class::<mla::MlaEngine>()?;
+    module.add_class::<mla::MlaModel>()?;
     module.add_class::<policy::DevicePolicy>()
 }

@@ -30,7 +30,7 @@ pub fn needs(config: &str, name: &str) -> Result<Vec<serde_json::Value>> {
 
 /// A model with latent attention: its config, parsed once for all of its layers, and the names of all of its tensors.
 #[pyclass(frozen)]
-pub struct LatentModel {
+pub struct MlaModel {
     layout: Layout,
     config: String,
     name: String,
@@ -38,7 +38,7 @@ pub struct LatentModel {
 }
 
 #[pymethods]
-impl LatentModel {
+impl MlaModel {
     #[new]
     fn new(py: Python<'_>, config: String, name: String, names: Vec<String>) -> PyResult<Self> {
         let layout =
@@ -91,19 +91,19 @@ fn scales(bounds: &MlaBounds, heads: usize, eta: f64) -> Result<Scales> {
 
 /// A layer on a device: its model, its place among the layers with attention, and its tensors: name, type, shape, strides in
 /// values, address.
-type DeviceLayer = (Py<LatentModel>, usize, Vec<(String, String, Vec<usize>, Vec<i64>, u64)>);
+type DeviceLayer = (Py<MlaModel>, usize, Vec<(String, String, Vec<usize>, Vec<i64>, u64)>);
 
 /// Operand descales of layers with latent attention, from weights on a device.
 ///
 /// The caller (the package) keeps the weights alive and in place, and orders calls by streams.
 #[pyclass(frozen)]
-pub struct LatentEngine {
+pub struct MlaEngine {
     engine: OnDevice<Mutex<scale::MlaEngine>>,
     device: OnDevice<Device>,
 }
 
 #[pymethods]
-impl LatentEngine {
+impl MlaEngine {
     #[new]
     fn new(py: Python<'_>, device: usize, layers: Vec<DeviceLayer>) -> PyResult<Self> {
         on_device(py, || {
@@ -154,7 +154,7 @@ fn input((model, layer, tensors): &DeviceLayer) -> Result<MlaInput, Error> {
         let (ptr, dtype) = (DevicePtr(*address), dtype(kind)?);
         found.push((name, DeviceTensor { ptr, dtype, shape: shape.clone(), strides: strides.clone() }));
     }
-    // Names stand behind a prefix.
+    // Names have a prefix.
     let find = |wanted: &str| {
         let is =
             |name: &str| name.strip_suffix(wanted).is_some_and(|before| before.is_empty() || before.ends_with('.'));

@@ -9,11 +9,12 @@ use serde_json::json;
 use sigmascale::bound::Tail;
 use sigmascale::calibrate::{Calibration, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cuda;
-use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
+use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names, read_config};
 use sigmascale::policy::PolicyConfig;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
-use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
+use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run_with_progress};
+use sigmascale_lab::train::{self, LabOptions, ModelKind, trained};
 use std::ffi::OsString;
 use std::iter;
 use std::path::{Path, PathBuf};
@@ -62,6 +63,8 @@ pub struct CalibrateOptions {
     #[pyo3(item)]
     as_paper: bool,
     #[pyo3(item)]
+    soft_cap: bool,
+    #[pyo3(item)]
     c: Option<f64>,
 }
 
@@ -74,6 +77,7 @@ impl CalibrateOptions {
             granularity: self.granularity.parse()?,
             estimator: self.estimator.parse()?,
             as_paper: self.as_paper,
+            soft_cap: self.soft_cap,
             c: self.c,
             ..Options::default()
         };
@@ -93,6 +97,7 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
         ModelSource::Config(spec) => calibrate_config(&spec, &options),
         ModelSource::Checkpoint(checkpoint) => {
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
+            stop.expect(checkpoint.spec().layers.len());
             for layer in 0..checkpoint.spec().layers.len() {
                 stop.check()?;
                 calibration.layer(checkpoint.layer(layer)?)?;
@@ -102,9 +107,18 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
     }
 }
 
+/// The text of a config file.
+#[pyfunction]
+pub fn config_text(py: Python<'_>, file: PathBuf) -> PyResult<String> {
+    let read = || {
+        String::from_utf8(read_config(&file)?).map_err(|error| Error::format(&file, format_args!("not UTF-8: {error}")))
+    };
+    read().map_err(|error| raise(py, &error))
+}
+
 #[pyfunction]
 pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> PyResult<String> {
-    detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
+    detached(py, "calibrate", move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
 /// The command, with the arguments that follow its name; returns its exit code. `plugins`: name, whether it would load, and what
@@ -119,7 +133,7 @@ pub fn command(py: Python<'_>, arguments: Vec<OsString>, plugins: Vec<(String, b
 /// JSON, and the page of the command line.
 #[pyfunction]
 pub fn inspect(py: Python<'_>, source: Source) -> PyResult<(String, String)> {
-    detached(py, move |stop| {
+    detached(py, "inspect", move |stop| {
         let profile = profile(source, Options::default(), stop)?;
         if profile.layers.is_none() {
             return Err(Error::argument(
@@ -158,6 +172,8 @@ pub struct StressArguments {
     device: String,
     #[pyo3(item)]
     trace: Option<PathBuf>,
+    #[pyo3(item)]
+    estimator: String,
 }
 
 /// Policies in their order; a name counts once.
@@ -192,18 +208,43 @@ impl StressArguments {
             steps: self.steps,
             seed: self.seed,
             bounds_on_gpu,
+            estimator: self.estimator.parse()?,
             ..default
         })
     }
 
+    /// A scenario that trains its model.
+    fn train(&self, scenario: Scenario, options: &StressOptions) -> Result<(String, String)> {
+        let kind = self.model.as_deref().unwrap_or_default().parse::<ModelKind>()?;
+        let kept = [
+            ("layers", self.layers.is_some()),
+            ("tokens", self.tokens.is_some()),
+            ("path", !self.path.is_empty()),
+            ("trace", self.trace.is_some()),
+            ("device", self.device != "cpu"),
+        ];
+        if let Some((name, _)) = kept.into_iter().find(|(_, given)| *given) {
+            return Err(Error::argument(format_args!(
+                "{}: leave {name} out, since the model that is trained has its own text and weights on the CPU",
+                scenario.name()
+            )));
+        }
+        let result = train::run(scenario, &LabOptions::of_stress(scenario, kind, options, self.seq_len)?)?;
+        pages::of_training(result)
+            .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))
+    }
+
     fn open(&self, name: &str) -> Result<StressModel> {
+        if let Ok(kind) = name.parse::<ModelKind>() {
+            return trained(kind, self.seed, &|_| ());
+        }
         match ModelSource::open(name)? {
             ModelSource::Config(_) if !self.path.is_empty() => {
                 Err(Error::argument(format_args!("path needs a checkpoint as its model, and {name} has no weights")))
             }
             ModelSource::Config(spec) => StressModel::synthetic(&spec, self.seed),
-            ModelSource::Checkpoint(_) => {
-                let first = [PathBuf::from(name)];
+            ModelSource::Checkpoint(first) => {
+                let first = [first.path().to_owned()];
                 StressModel::open_path(&first.iter().chain(&self.path).collect::<Vec<_>>())
             }
         }
@@ -213,16 +254,16 @@ impl StressArguments {
 /// As [`inspect`].
 #[pyfunction]
 pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<(String, String)> {
-    let result = detached(py, move |_| {
+    detached(py, "stress", move |stop| {
         let scenario: Scenario = scenario.parse()?;
-        if matches!(scenario, Scenario::Resume | Scenario::LrSpike) {
-            return Err(Error::argument(format_args!("{} trains a model, which the command does", scenario.name())));
-        }
         let options = arguments.options()?;
+        if matches!(scenario, Scenario::Resume | Scenario::LrSpike) {
+            return arguments.train(scenario, &options);
+        }
         if scenario != Scenario::Refit && !arguments.path.is_empty() {
             return Err(Error::argument(format_args!("path is for refit, not for {}", scenario.name())));
         }
-        match (scenario, &arguments.model, &arguments.trace) {
+        let result = match (scenario, &arguments.model, &arguments.trace) {
             (Scenario::Replay, _, Some(file)) => {
                 let name = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
                 replay(&name, &Trace::read(file)?, &options)
@@ -230,11 +271,14 @@ pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> P
             (Scenario::Replay, _, None) => Err(Error::argument("replay needs a trace")),
             (_, None, _) => Err(Error::argument(format_args!("{} needs a model", scenario.name()))),
             (_, _, Some(_)) => Err(Error::argument("a trace is for replay alone")),
-            (_, Some(name), None) => run(scenario, &arguments.open(name)?, &options),
-        }
-    })?;
-    let json = text(&result).map_err(|error| raise(py, &error))?;
-    Ok((json, pages::of_stress(result)))
+            (_, Some(name), None) => run_with_progress(scenario, &arguments.open(name)?, &options, |done| {
+                stop.expect(done.layers * done.steps);
+                // A run has no place to stop at.
+                let _ = stop.check();
+            }),
+        }?;
+        Ok((text(&result)?, pages::of_stress(result)))
+    })
 }
 
 /// Names and places of a model's attention tensors, with its spec.

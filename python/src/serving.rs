@@ -2,12 +2,13 @@
 
 use crate::cpu_scales::bytes_at;
 use crate::errors::raise;
-use crate::threads::detached;
+use crate::threads::{beside, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
-use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
-use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
+use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module, local_path};
+use sigmascale::plan::{Center, CenterPolicy};
+use sigmascale::serving::{self, CenterCertificate, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
 use std::collections::BTreeMap;
@@ -30,7 +31,7 @@ fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
 
 /// Options of the server.
 fn options(context: Option<usize>, skip: &[String]) -> Result<Serving> {
-    Ok(Serving { context, skip: SkipLayers::parse(skip)? })
+    Ok(Serving { context, skip: SkipLayers::parse(skip)?, ..Serving::default() })
 }
 
 #[pyfunction]
@@ -45,9 +46,11 @@ pub fn export(
     context: Option<usize>,
     skip: Vec<String>,
 ) -> PyResult<String> {
-    detached(py, move |stop| {
+    detached(py, "export", move |stop| {
         let options = ExportOptions { engine: name.parse()?, per_head, copy, serving: options(context, &skip)? };
-        text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
+        let checkpoint = checkpoint(&model)?;
+        stop.expect(checkpoint.spec().layers.len());
+        text(&serving::export(&checkpoint, &to, &options, &mut || stop.check())?)
     })
 }
 
@@ -59,18 +62,41 @@ pub fn verify(
     name: Option<String>,
     context: Option<usize>,
     skip: Vec<String>,
+    kv: String,
 ) -> PyResult<Vec<(String, String)>> {
-    detached(py, move |stop| {
+    detached(py, "verify", move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
-        let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
+        let own = || Engine::of_export(&local_path(&folder)).unwrap_or(Engine::Vllm);
         let mut engines = vec![first.unwrap_or_else(own)];
         if first.is_none() {
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        let audits =
-            serving::verify(&*checkpoint(&folder)?, &engines, &options(context, &skip)?, &mut || stop.check())?;
+        let serving = Serving { kv: kv.parse()?, ..options(context, &skip)? };
+        let checkpoint = checkpoint(&folder)?;
+        stop.expect(checkpoint.spec().layers.len());
+        let audits = serving::verify(&checkpoint, &engines, &serving, &mut || stop.check())?;
         audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
+    })
+}
+
+/// The centers that the weights of a checkpoint give, as in the certificate of an export; `null` where nothing is subtracted.
+#[pyfunction]
+pub fn centers(
+    py: Python<'_>,
+    model: String,
+    keys: String,
+    values: String,
+    positions: Option<usize>,
+) -> PyResult<String> {
+    detached(py, "centers", move |stop| {
+        let policy = CenterPolicy {
+            k: keys.parse()?,
+            v: values.parse()?,
+            positions: positions.unwrap_or(CenterPolicy::CACHE.positions),
+            ..CenterPolicy::CACHE
+        };
+        text(&CenterCertificate::of_checkpoint(&*checkpoint(&model)?, &policy, &mut || stop.check())?)
     })
 }
 
@@ -120,6 +146,16 @@ impl ScaleStream {
             .map_err(|error| raise(py, &error))
     }
 
+    /// Centers as JSON, those of layers that were given before.
+    fn keep_centers(&self, py: Python<'_>, centers: &str) -> PyResult<()> {
+        let kept = || {
+            let centers = serde_json::from_str(centers)
+                .map_err(|error| Error::argument(format_args!("centers are not those of layers: {error}")))?;
+            self.held().keep_centers(centers)
+        };
+        kept().map_err(|error| raise(py, &error))
+    }
+
     fn wants(&self, name: &str) -> bool {
         self.held().wants(name)
     }
@@ -164,7 +200,8 @@ impl ScaleStream {
             let family = stream.spec().family.clone();
             text(&done.iter().map(|layer| Described::new(&family, layer)).collect::<Result<Vec<_>>>()?)
         };
-        py.detach(work).map_err(|error| raise(py, &error))
+        // Not on the global pool, whose threads a child of `fork` does not have.
+        beside(py, work)
     }
 
     /// Why the scale engine of a device cannot compute this model's descales; None if it can.
@@ -226,6 +263,14 @@ impl ScaleStream {
     fn held(&self) -> std::sync::MutexGuard<'_, serving::ScaleStream> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
+}
+
+/// The hash of centers that are given as JSON.
+#[pyfunction]
+pub fn center_hash(py: Python<'_>, centers: &str) -> PyResult<String> {
+    let centers: Vec<Center> = serde_json::from_str(centers)
+        .map_err(|error| raise(py, &Error::argument(format_args!("centers are not those of layers: {error}"))))?;
+    Ok(sigmascale::plan::center_hash(&centers))
 }
 
 /// The rule for a cache that is kept: scales in use and new ones as `(layer, q, k, v)`; gives the numbers of the layers that grew.

@@ -1,5 +1,6 @@
 """The command that the wheel brings, and the pages of results."""
 
+import contextlib
 import copy
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import sigmascale
@@ -35,6 +37,37 @@ def test_exit_codes_are_the_commands():
     for code, arguments in [(2, ["calibrate", "--no-such-option"]), (1, ["calibrate", "/no/such/model"]), (2, [])]:
         done = run(*arguments)
         assert done.returncode == code and done.stderr and not done.stdout, done
+
+
+def test_doctor_finds_the_libraries_of_its_own_environment():
+    """Of a virtual environment that is not activated: only the path of its interpreter says where it is."""
+    python = pathlib.Path(MODEL).parents[1] / "target" / "cuda-compiler" / "bin" / "python"
+    version = f"import sys; print(sys.version_info[:2] == {tuple(sys.version_info[:2])})"
+    if not python.exists() or "True" not in subprocess.run([python, "-c", version], capture_output=True, text=True).stdout:
+        pytest.skip("needs NVRTC in an environment of its own for this version of Python, as .ci/run makes it")
+    paths = {str(pathlib.Path(module.__file__).parents[1]) for module in (sigmascale, np)}
+    given = {"PATH": "/nowhere", "HOME": os.environ.get("HOME", "/"), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [python, "-m", "sigmascale", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    assert done.returncode == 0, done.stderr
+    (nvrtc,) = (fact for fact in json.loads(done.stdout)["gpu"]["facts"] if fact["name"] == "nvrtc")
+    assert nvrtc["found"] and str(python.parents[1]) in nvrtc["value"], nvrtc
+
+
+def test_a_long_call_shows_how_far_it_is():
+    if not hasattr(os, "openpty"):
+        pytest.skip("needs a pseudo-terminal")
+    code = f"import sigmascale; sigmascale.stress('weight-spike', {MODEL!r}, layers=1, steps=100, policies='geometry')"
+    terminal, device = os.openpty()
+    seen = b""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=device, stderr=device) as process:
+        os.close(device)
+        # Read all the time: a terminal that nobody reads stops its writers. Its end is an error.
+        with contextlib.suppress(OSError):
+            while part := os.read(terminal, 4096):
+                seen += part
+        os.close(terminal)
+    assert process.returncode == 0 and b"stress: " in seen and b"/100" in seen, seen
 
 
 def test_doctor_reports_the_plugins(tmp_path):

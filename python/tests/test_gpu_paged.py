@@ -96,10 +96,10 @@ def test_wrong_block_tables_are_named(monkeypatch):
     cache = Cache(64, tiled=False)
     q, k = (torch.randn(len(LENGTHS), 1, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
     cache.call(q, k, k, cache.lengths)
-    with pytest.raises(sigmascale.MismatchError, match="1 keys behind 320 do not fit a cache of 320"):
+    with pytest.raises(sigmascale.MismatchError, match="1 keys after 320 .*cache of 320"):
         cache.call(q, k, k, 320)
-    with pytest.raises(sigmascale.MismatchError, match="1 keys behind 320 do not fit a cache of 320"):
+    with pytest.raises(sigmascale.MismatchError, match="1 keys after 320 .*cache of 320"):
         cache.call(q, k, k, torch.full_like(cache.lengths, 320))
     cache.table[2, 0] = cache.count
-    with pytest.raises(sigmascale.ArgumentError, match=rf"block_table\[2\]\[0\] = {cache.count} is none"):
+    with pytest.raises(sigmascale.ArgumentError, match=rf"block_table\[2\]\[0\] = {cache.count} "):
         cache.call(q, k, k, cache.lengths)

@@ -48,7 +48,7 @@ def test_weights_that_are_not_finite_are_reported_when_scales_are_read(tmp_path)
     for name, tensor in weights:
         broken = "layers.1.self_attn.k_proj" in name
         stream.push(name, torch.full_like(tensor, float("nan")) if broken else tensor)
-    with pytest.raises(sigmascale.NonFiniteError, match="layer 1: weights or bounds are not finite"):
+    with pytest.raises(sigmascale.NonFiniteError, match="layer 1: .*finite"):
         stream.finish()
     list(stream.through(weights))
     cpu.check(stream, tmp_path)

@@ -37,9 +37,11 @@ class Fused(torch.nn.Module):
         self.quant_method = UnquantizedLinearMethod(packs)
         self.make()
 
-    def make(self):
+    def make(self, bias=False):
         shape = self.output_size_per_partition, self.input_size
         self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(shape[:1], dtype=torch.bfloat16), requires_grad=False)
 
 
 class Norm(torch.nn.Module):
@@ -70,7 +72,7 @@ class Engine(torch.nn.Module):
                 linear, role = self.model.layers[int(parts[2])].self_attn.qkv_proj, "qkv".index(parts[-2][0])
                 sizes = [linear.num_heads * 64, linear.num_kv_heads * 64, linear.num_kv_heads * 64]
                 first, rows = sum(sizes[:role]), sizes[role]
-                linear.weight.data[first : first + rows] = tensor[self.rank * rows : (self.rank + 1) * rows]
+                getattr(linear, parts[-1]).data[first : first + rows] = tensor[self.rank * rows : (self.rank + 1) * rows]
 
     def process(self):
         for layer in self.model.layers:
@@ -102,11 +104,11 @@ class Log:
     error = lambda self, message, *values: self.lines.append((logging.ERROR, message % values))
 
 
-def follow(engine, *, kept=False, config=None):
+def follow(engine, *, kept=False, config=None, **options):
     """An engine with its scales, as ``fill`` sets them, and its log."""
     filled, log = {}, Log()
     fill = lambda module, layer: filled.__setitem__(module, {o: up_to_bf16(max(layer[o])) for o in "qkv"})
-    followed = Followed(engine, config_of(config or engine.config), engine.attention(), fill, log, kept)
+    followed = Followed(engine, config_of(config or engine.config), engine.attention(), fill, log, kept, **options)
     return followed, filled, log
 
 
@@ -346,6 +348,126 @@ def test_a_missing_norm_is_no_bound():
     followed, filled, log = follow(engine)
     followed.refresh()
     assert not filled and "input_layernorm" in log.lines[0][1]
+
+
+def biases(sign=1.0, size=100.0):
+    """Of k, in its slow pairs, of all but the last layer; of q and v zeros."""
+    draw = torch.Generator().manual_seed(0)
+    for number in range(6):
+        k = torch.zeros(2, 2, 32)
+        k[:, :, 16:] = size * torch.randn(2, 2, 16, generator=draw) * (number < 5)
+        rows = {"q": torch.zeros(256), "k": sign * k.flatten(), "v": torch.zeros(128)}
+        yield from ((f"model.layers.{number}.self_attn.{role}_proj.bias", row.bfloat16()) for role, row in rows.items())
+
+
+def biased(rank=0, ranks=1, **options):
+    """An engine whose keys have a bias; its centers as ``fill`` gets them, by layer."""
+    engine = Engine(rank, ranks)
+    for layer in engine.model.layers:
+        layer.self_attn.qkv_proj.make(bias=True)
+    followed, filled, log = follow(engine, config=engine.config | {"attention_bias": True}, **options)
+    centers = {}
+    fill = followed._fill
+    followed._fill = lambda module, layer: (fill(module, layer), centers.__setitem__(module, layer.get("center")))
+    return engine, followed, filled, centers, log
+
+
+def turned(rows, position):
+    """Rotated to a position: of a head's rows of weights, or its bias."""
+    theta = 10000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    one, two = rows.double().unflatten(0, (2, 32)).unbind()
+    cos, sin = ((f(position * theta)).reshape(-1, *[1] * (one.dim() - 1)) for f in (torch.cos, torch.sin))
+    return torch.cat([one * cos - two * sin, two * cos + one * sin])
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
+def test_keys_are_centered_where_a_bias_is_large(rank, ranks):
+    context = Engine().config["max_position_embeddings"]
+    engine, followed, filled, centers, log = biased(rank, ranks, center="auto", context=context)
+    engine.load_weights([*weights(), *biases()])
+    followed.refresh()
+    assert [level for level, _ in log.lines] == [logging.INFO] * 2 and "in 5 of 6 layers" in log.lines[0][1]
+    *rows, last = centers.values()
+    assert last is None
+    loaded, constants, scales = dict(weights()), dict(biases()), [row["k"] for row in filled.values()]
+    for number, layer in enumerate(rows):
+        stem = f"model.layers.{number}"
+        gain = loaded[f"{stem}.input_layernorm.weight"].double()
+        for head, center in zip([rank] if ranks == 2 else [0, 1], layer):
+            own = slice(64 * head, 64 * head + 64)
+            weight = loaded[f"{stem}.self_attn.k_proj.weight"][own].double() * gain
+            bias = constants[f"{stem}.self_attn.k_proj.bias"][own]
+            center = torch.tensor(center, dtype=torch.float64)
+            if center.any():
+                mean = sum(turned(bias, t) for t in range(min(2048, context))) / min(2048, context)
+                assert torch.allclose(center, mean, rtol=2**-8, atol=1e-6)
+            # Inputs that reach the bound, at a few positions.
+            for position in (0, 1, 17, context - 1):
+                reach = 16.0 * turned(weight, position).norm(dim=1) + (turned(bias, position) - center).abs()
+                assert reach.max() <= 448 * scales[number]
+    # What is left is smaller.
+    _, plain, uncentered, _, _ = without = biased(rank, ranks)
+    without[0].load_weights([*weights(), *biases()])
+    plain.refresh()
+    assert all(one["k"] < 0.7 * other["k"] for one, other in zip(filled.values(), list(uncentered.values())[:5]))
+    assert [row["v"] for row in filled.values()] == [row["v"] for row in uncentered.values()]
+
+
+def test_centers_stay_when_weights_change():
+    engine, followed, filled, centers, log = biased(center="auto", context=64)
+    engine.load_weights([*weights(), *biases()])
+    followed.refresh()
+    first, before = dict(centers), [row["k"] for row in filled.values()]
+    engine.load_weights(biases(-1.0))
+    followed.refresh()
+    assert list(centers.values()) == list(first.values()) and len(log.lines) == 3
+    # The old center and the new bias lie apart.
+    _, plain, uncentered, _, _ = without = biased()
+    without[0].load_weights([*weights(), *biases(-1.0)])
+    plain.refresh()
+    after = [row["k"] for row in filled.values()]
+    assert all(new > 1.3 * bound["k"] and new > old for new, old, bound in zip(after[:5], before, uncentered.values()))
+    engine.load_weights(biases())
+    followed.refresh()
+    assert [row["k"] for row in filled.values()] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "why"),
+    [
+        ({"center": "off"}, 100.0, None),
+        ({"center": "auto"}, 0.001, None),
+        ({"center": "auto"}, 0.0, None),
+        ({"center": "its softmax has sinks"}, 100.0, "not centered: its softmax has sinks"),
+        ({"center": "auto", "context": 1 << 20}, 100.0, "and the engine takes sequences of 1048576"),
+    ],
+)
+def test_keys_that_are_left_as_they_are(options, size, why):
+    engine, followed, filled, centers, log = biased(**options)
+    engine.load_weights([*weights(), *biases(size=size)])
+    followed.refresh()
+    rows = sigmascale.calibrate(engine.config | {"attention_bias": True}, weights=dict([*weights(), *biases(size=size)]))["layers"]
+    assert list(filled.values()) == [{o: up_to_bf16(max(row[f"{o}_descale"])) for o in "qkv"} for row in rows]
+    assert set(centers.values()) == {None}
+    assert [why in line for _, line in log.lines[:-1]] == [True] * (why is not None)
+
+
+def test_a_small_bias_is_centered_when_asked():
+    engine, followed, _, centers, _ = biased(center="weights")
+    engine.load_weights([*weights(), *biases(size=0.001)])
+    followed.refresh()
+    assert any(row is not None for row in centers.values())
+
+
+def test_the_word_for_centers(monkeypatch):
+    from sigmascale._loaded import center_mode
+
+    for value, mode in [("", "auto"), ("auto", "auto"), ("OFF", "off"), ("weights", "weights")]:
+        monkeypatch.setenv("SIGMASCALE_CENTER", value)
+        assert center_mode() == mode
+    monkeypatch.setenv("SIGMASCALE_CENTER", "data")
+    with pytest.raises(sigmascale.ArgumentError, match="SIGMASCALE_CENTER is 'data': expected auto, off or weights"):
+        center_mode()
 
 
 @pytest.mark.parametrize("value", [1.0, 0.1, 3.0e-4, 447.9, 1.5])

@@ -67,53 +67,97 @@ def test_gpu_snippets(folder):
     assert len(snippets("gpu")) >= 2 and names["out"].shape == (2, 512, 4, 64)
 
 
+# What starts a command, with `$ ` or in a block without a language.
+PROGRAMS = "sigmascale cargo python python3 pip pipx torchrun vllm trtllm-serve mistralrs docker .ci/".split()
+
+
+def commands():
+    """Each command of the guides, with its page: lines behind `$ `, and lines of blocks without a language that start with a
+    program. Blocks of `sh` are scripts, which are not run."""
+    found = []
+    for page in sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "docs" / "sharded.md", *(ROOT / "calibration").rglob("*.md")}):
+        if page.name == "CHANGELOG.md":
+            continue
+        for kind, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [line.strip().partition(" # ")[0].strip() for line in block.splitlines()]
+            if kind == "console":
+                found += [(page, line.removeprefix("$ ")) for line in lines if line.startswith("$ ")]
+            elif not kind:
+                found += [(page, line) for line in lines if line.startswith(tuple(PROGRAMS))]
+    return found
+
+
+# Benchmarks, GPUs and training: listed in tests/README.md, or their arguments are parsed below.
+LONG = re.compile("bench|cuda|tiny-.*-train|^for ")
+
+
+def run_here():
+    """The commands that `test_command_lines` runs."""
+    lines = dict.fromkeys(line for _, line in commands() if line.startswith("sigmascale "))
+    return [line.removeprefix("sigmascale ") for line in lines if not LONG.search(line)]
+
+
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
 def test_command_lines(folder):
-    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
-    starts = ("$ cargo run --release -- ", "$ sigmascale ")
-    commands = [line.removeprefix(start) for line in lines for start in starts if line.startswith(start)]
-    # Without benchmarks, GPUs, training, and a series of checkpoints, which `cli/tests/diagnose.rs` has.
-    commands = [command for command in commands if not re.search("bench|cuda|tiny-.*-train|checkpoint-500", command)]
+    lines = run_here()
     (folder / "runs").mkdir()
-    (folder / "run.jsonl").symlink_to(ROOT / "data" / "runs" / "low-precision.jsonl")
-    for command in commands:
+    for command in lines:
         # What takes a minute in a build for tests is made small; what the arguments mean is tested with the command.
         small = command.replace("--model mistral-7b --layers 2", "--model data/tiny-llama --layers 1 --steps 2")
         small = small.replace("weight-spike --model data/tiny-llama --tokens", "weight-spike --layers 1 --steps 2 --model data/tiny-llama --tokens")
         small = small.replace("stress ablate", "stress ablate --parameters eta --layers 1 --steps 2")
         small = small.replace("stress low-precision", "stress low-precision --remedies none --steps 2")
+        small = small.replace("calibrate NAME", "calibrate mistral-7b").replace("calibration/profiles/NAME.json", "NAME.json")
         arguments = shlex.split(small.replace("stress all", "stress refit --steps 2 --layers 1").split(" --trace")[0])
         done = subprocess.run([BINARY, *arguments], capture_output=True, text=True)
         assert done.returncode == ("diagnose" in command), (command, done.stderr)
-    assert len(commands) >= 20
+    assert len(lines) >= 20
+
+
+def test_every_command_is_run_or_listed_with_its_last_run():
+    """A command of a guide is run by a test above, by `.ci/run`, or is a row of the list in tests/README.md."""
+    table = (ROOT / "tests" / "README.md").read_text().partition("## Commands that no test runs")[2]
+    rows = re.findall(r"^\| `(.*?)` \| (.+?) \|$", table, re.MULTILINE)
+    listed = dict(rows)
+    assert len(listed) == len(rows) >= 10, "a command is listed twice, or the list is gone"
+    # cargo test and its filters are .ci/run; so is the wheel. `runs` is a folder for output.
+    elsewhere = re.compile(r"cargo test$|cargo test --test (?!gpu)|\.ci/(run|wheel)|mkdir runs$|cd ")
+    here = {"sigmascale " + line for line in run_here()}
+    seen = set()
+    for page, line in commands():
+        if line in here or elsewhere.match(line):
+            continue
+        assert line in listed, f"{page.relative_to(ROOT)}: `{line}` is run by no test and not listed in tests/README.md"
+        seen.add(line)
+    assert not set(listed) - seen, f"listed in tests/README.md and on no page: {set(listed) - seen}"
+    for command, last in listed.items():
+        for record in re.findall(r"\]\(([^)\s]+)\)", last):
+            assert (ROOT / "tests" / record).exists(), f"{command}: {record} does not exist"
 
 
 def test_other_command_lines_name_what_exists():
-    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
     checked = 0
-    for line in lines:
+    for _, line in commands():
         for pattern, folder in ((r"--example (\w+)", "examples"), (r"--test (\w+)", "tests")):
             for name in re.findall(pattern, line):
                 crates = [ROOT / crate / folder for crate in (".", "lab", "cli")]
                 places = [place for crate in crates for place in (crate / f"{name}.rs", crate / name / "main.rs")]
                 assert any(place.exists() for place in places), f"{line}: no such target in {folder}"
                 checked += 1
-        for script in re.findall(r"\$ (?:python|torchrun .* --) (\S+\.py)", line):
+        for script in re.findall(r"^(?:python|torchrun .* --) (\S+\.py)", line):
             assert (ROOT / script).exists(), f"{line}: no such file"
             checked += 1
-    assert checked >= 10
+    assert checked >= 14
 
 
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
 def test_command_lines_of_training_have_arguments_that_parse():
-    start = "$ cargo run --release -- "
-    lines = [line for line in "".join(blocks("console")).splitlines() if line.startswith(start)]
-    commands = [line.removeprefix(start) for line in lines if re.search("tiny-.*-train", line)]
-    for command in commands:
+    lines = [line for _, line in commands() if re.search("^sigmascale .*tiny-.*-train", line)]
+    for line in lines:
         # `--help` comes after every other argument has been read, and nothing is trained.
-        done = subprocess.run([BINARY, *shlex.split(command), "--help"], capture_output=True, text=True)
-        assert done.returncode == 0, (command, done.stderr)
-    assert len(commands) >= 3
+        done = subprocess.run([BINARY, *shlex.split(line)[1:], "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stderr)
+    assert len(lines) >= 3
 
 
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")

@@ -174,7 +174,7 @@ def test_unknown_words_are_refused():
         fp8.attach(model, policy="geometry-c-star", tail=sigmascale.Tail(delta=2.0))
     with pytest.raises(ValueError, match="eta 1.5 must be"):
         fp8.attach(model, tail=sigmascale.Tail(eta=1.5))
-    with pytest.raises(TypeError, match="tail must be a sigmascale.Tail, not {}"):
+    with pytest.raises(TypeError, match="tail .*sigmascale.Tail.* {}"):
         fp8.attach(model, tail={})
     with pytest.raises(ValueError, match="bound 'rank-aware'"):
         fp8.attach(model, bound="rank-aware")
@@ -372,9 +372,9 @@ def test_what_is_no_model_or_layer_is_refused():
     for model in (None, "gpt2", torch.zeros(3)):
         with pytest.raises(TypeError, match="must be a torch.nn.Module"):
             fp8.attach(model)
-    with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects"):
+    with pytest.raises(TypeError, match="sigmascale.torch.Layer"):
         fp8.attach(torch.nn.Linear(3, 3), layers=[torch.zeros(3, 3)])
-    with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects, not Linear"):
+    with pytest.raises(TypeError, match="sigmascale.torch.Layer.* Linear"):
         fp8.attach(torch.nn.Linear(3, 3), layers=[torch.nn.Linear(3, 3)])
     with pytest.raises(ValueError, match="backend 'magic'"):
         fp8.attach(small(), backend="magic")
@@ -479,7 +479,7 @@ def test_more_keys_than_queries_are_bounded_for_are_refused():
             self.n_q_heads, self.n_kv_heads, self.d_head = 2, 1, 16
 
     q, k = torch.zeros(1, 17, 2, 16), torch.zeros(1, 17, 1, 16)
-    with pytest.raises(sigmascale.MismatchError, match="17 keys.*layer 3 grow with the position.*16"):
+    with pytest.raises(sigmascale.MismatchError, match="17 keys.*layer 3 .*16"):
         fp8.attention(q, k, k, Plan())
 
 
@@ -564,7 +564,7 @@ def test_functions_that_return_a_layer_are_read_again_when_weights_move():
     weight.weight = torch.nn.Parameter(2 * weight.weight.detach())
     runtime.refresh()
     torch.testing.assert_close(runtime.descales, 2 * before)
-    with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects, not Linear"):
+    with pytest.raises(TypeError, match="sigmascale.torch.Layer.* Linear"):
         fp8.attach(weight, layers=[lambda: weight])
     narrow = lambda: fp8.Layer(q=weight.weight, k=weight.weight, v=weight.weight, n_q_heads=32, n_kv_heads=32)
     with pytest.raises(ValueError, match="d_head 2 must be a multiple of 8"):

@@ -110,5 +110,5 @@ def test_dropout_of_a_layer_that_is_named():
     (layer, *_) = fp8.find_layers(model)
     assert isinstance(layer.dropout, torch.nn.Dropout)
     layer.dropout = P
-    with pytest.raises(TypeError, match="layer 0.dropout must be an nn.Dropout or None, not float"):
+    with pytest.raises(TypeError, match="layer 0.dropout .*nn.Dropout.* float"):
         fp8.attach(model, layers=[layer])

@@ -204,7 +204,7 @@ MISTAKES = [
     ),
     ("keys without values", lambda: cached(k=make(2, 1, 2, 32)), Argument, "k and v are given together"),
     ("new keys without lengths", lambda: new(cache_seqlens=None), Argument, "need cache_seqlens"),
-    ("a full cache", lambda: new(cache_seqlens=ints(7, 16)), Mismatch, "behind 16 do not fit a cache of 16.*0 to 15"),
+    ("a full cache", lambda: new(cache_seqlens=ints(7, 16)), Mismatch, "after 16 do not fit a cache of 16.*0 to 15"),
     ("negative lengths", lambda: cached(cache_seqlens=-1), Mismatch, "cache_seqlens must be from 0 to 16"),
     ("lengths as a list", lambda: cached(cache_seqlens=[7, 9]), Argument, "cache_seqlens is list: give an int or"),
     ("lengths of another batch", lambda: cached(cache_seqlens=ints(7, 9, 3)), Mismatch, "3 entries for a batch of 2"),

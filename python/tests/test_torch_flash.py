@@ -251,7 +251,7 @@ def test_entries_of_a_block_table_behind_a_sequence_may_hold_anything():
 
 
 def test_a_row_that_the_cache_does_not_have_is_named():
-    with pytest.raises(ValueError, match="cache_batch_idx names row 2 of a cache with 2: give numbers from 0 to 1"):
+    with pytest.raises(ValueError, match="cache_batch_idx .*2 .*0 to 1"):
         run("flash_attn_with_kvcache", cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32))
 
 

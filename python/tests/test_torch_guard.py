@@ -202,7 +202,7 @@ def test_it_ends_with_an_exception_when_nothing_helps():
     before = Run()
     for step in (1, 2):
         run.step(step, bad=True)
-    with pytest.raises(sigmascale.SigmascaleError, match="failed again after 2 restores of step 0, at 0.125 times"):
+    with pytest.raises(sigmascale.SigmascaleError, match="2 restores of step 0.*0.125"):
         run.step(3, bad=True)
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), before.model.parameters()))
     first = Run(restores=2, patience=1)
@@ -251,7 +251,7 @@ def test_nothing_is_written_where_the_model_has_changed():
     run.step(0)
     weights = [p.clone() for p in run.model.parameters()]
     run.model.lm_head.weight = torch.nn.Parameter(torch.zeros(8, 64))
-    with pytest.raises(sigmascale.MismatchError, match=r"lm_head.weight was .64, 64. .* nothing was restored"):
+    with pytest.raises(sigmascale.MismatchError, match=r"lm_head.weight .*.64, 64."):
         run.guard.restore()
     assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), weights) if a.shape == b.shape)
 
@@ -307,7 +307,7 @@ def test_a_scale_that_falls_for_a_hundred_steps_is_a_warning():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.zeros(()))
     run.guard.scaler = scaler
-    with pytest.warns(RuntimeWarning, match="has fallen from 65536 to 16384 in 100 steps"):
+    with pytest.warns(RuntimeWarning, match="65536 to 16384 .*100 steps"):
         for step in range(120):
             if step in (40, 80):
                 scaler.load_state_dict(scaler.state_dict() | {"scale": scaler.get_scale() / 2})

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
+import plain  # noqa: E402
 from recorded import batch, loss_of, model  # noqa: E402
 
 import sigmascale  # noqa: E402
@@ -57,7 +58,7 @@ def test_lines_are_those_of_the_format(run):
     assert [row["step"] for row in rest if row["kind"] == "step"] == [0, 1, 2, 3, 4]
     layers = [row for row in rest if row["kind"] == "layer"]
     assert [(row["step"], row["layer"]) for row in layers] == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    names = "sigma bound w_q repeated repeated_in_tile delta_bias entropy logit_max utilization saturated".split()
+    names = "sigma sigma_rope bound w_q repeated repeated_in_tile delta_bias entropy logit_max utilization saturated".split()
     for row in layers:
         assert set(row) == {"kind", "step", "layer", *names} and all(len(row[name]) == 4 for name in names)
         assert all(seen <= bound for seen, bound in zip(row["logit_max"], row["bound"]))
@@ -78,9 +79,15 @@ def test_columns_are_what_the_runtime_says(run):
     whole = np.repeat(peak, 2, axis=1).max(axis=0)
     assert np.allclose(np.max(layer["utilization"]), whole.max(), rtol=1e-6)
     assert (np.array(layer["utilization"]) <= whole * (1 + 1e-6)).all()
-    for name, place in (("sigma", 0), ("bound", 2)):
+    for name, place in (("sigma_rope", 0), ("bound", 2)):
         own = logits[1, :, place].double().numpy()
         assert (layer[name] >= own).all() and np.allclose(layer[name], own, rtol=2e-6)
+    q, k = (getattr(made.model.layers[1].self_attn, f"{name}_proj").weight.detach().double() for name in "qk")
+    gain = made.model.layers[1].input_layernorm.weight.detach().double()
+    q, k = ((x * gain).unflatten(0, (-1, 16)) for x in (q, k))
+    norms = [float(torch.linalg.matrix_norm(q[h].T @ k[h // 2], 2)) for h in range(4)]
+    assert np.allclose(layer["sigma"], norms, rtol=1e-3) and (np.array(layer["sigma"]) >= np.array(norms) * (1 - 1e-9)).all()
+    assert (np.array(layer["sigma_rope"]) >= np.array(norms) * (1 - 1e-6)).all()
     bounds = fp8.max_logit_bound(runtime)
     assert list(bounds) == [0, 1] and np.array_equal(bounds[1], logits[1, :, 2].double().numpy())
     weights = made.model.layers[1].self_attn.q_proj.weight.detach().double().unflatten(0, (4, 16))
@@ -204,7 +211,7 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
         monkeypatch.setattr(_samples, "_BYTES", 1)
     terms = _terms.Terms(scale=0.3, **{"causal": False} | options)
     for turn in range(3):
-        found = _samples.sample(grad, eight, descales, out, terms, rows, turn)
+        found = sampled(grad, eight, descales, out, terms, rows, turn)
         entry = turn % batch_size
         chosen = [int((i + turn * 0.6180339887498949 % 1.0) * length / rows) for i in range(rows)]
         spans = {0: [(0, 30, 0, 150)], 1: [(0, 10, 0, 90), (15, 40, 120, 300)]}[entry]
@@ -224,23 +231,30 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
             q, k, v, grad[entry].double(), out[entry].double(), chosen, 0.3, visible, terms.soft_cap, terms.sinks
         )
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
+        # Several calls together are each by themselves, and an output is that with what its rounding took.
+        other = sampled(grad, eight, descales, 2 * out, terms, rows, turn)
+        places = _samples.places_of(length, rows, turn, q.device)
+        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in (None, out, None)]
+        ((indices, together),) = _samples.measure(dict(zip((4, 0, 7), taken)))
+        assert indices == [4, 0, 7] and torch.allclose(together, torch.stack([found, other, found]), rtol=1e-12, atol=0)
         if case in ("full", "groups"):
             assert found[0].tolist() == [1.0] * 4 and found[1].tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def sampled(grad, operands, descales, out, terms, rows, turn):
+    """Of one call."""
+    places = _samples.places_of(grad.shape[1], rows, turn, grad.device)
+    ((_, found),) = _samples.measure({0: _samples.take(grad, operands, descales, out, terms, places, turn)})
+    return found[0]
 
 
 def test_delta_bias_is_the_share_by_which_outputs_are_off():
     generator = torch.Generator().manual_seed(5)
     q, k, v = ((torch.randn(1, 32, 2, 16, generator=generator) * 50).to(torch.float8_e4m3fn) for _ in range(3))
     descales, terms = [torch.full((1, 2), 0.02)] * 3, _terms.Terms(causal=True, scale=0.25)
-    wide = lambda x: (
-        x[0].double().transpose(0, 1) * 0.02
-        if x.dtype == torch.float64
-        else x[0].float().double().transpose(0, 1) * 0.02
-    )
-    logits = (wide(q) @ wide(k).transpose(1, 2) * 0.25).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
-    exact = (torch.softmax(logits, dim=2) @ wide(v)).transpose(0, 1)[None]
+    exact, _ = plain.attention(*map(plain.held, (q, k, v), descales), scale=0.25)
     # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
-    found = _samples.sample(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
+    found = sampled(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
     assert torch.allclose(found[2], torch.full((2,), -0.01, dtype=torch.float64), rtol=1e-3)
 
 

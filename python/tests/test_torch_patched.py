@@ -74,7 +74,7 @@ def test_a_module_that_makes_no_call_is_named():
     block = Block()
     runtime = fp8.attach(block, layers=[of_multihead(block.attention, block.norm)])
     x = torch.randn(2, 10, 64)
-    with fp8.patched(runtime), pytest.warns(RuntimeWarning, match="MultiheadAttention ran without a call.*not in FP8"):
+    with fp8.patched(runtime), pytest.warns(RuntimeWarning, match="MultiheadAttention .*FP8"):
         block(x)
     assert runtime.stats()["calls"] == {}
     with fp8.patched(runtime), warnings.catch_warnings():
@@ -88,7 +88,7 @@ def test_a_module_that_the_compiler_takes_whole_is_named():
     runtime = fp8.attach(block, layers=[of_multihead(block.attention, block.norm)])
     torch._dynamo.reset()
     compiled, x = torch.compile(block, backend="aot_eager"), torch.randn(2, 10, 64)
-    with fp8.patched(runtime), pytest.warns(RuntimeWarning, match="MultiheadAttention ran without a call.*torch.compile"):
+    with fp8.patched(runtime), pytest.warns(RuntimeWarning, match="MultiheadAttention .*torch.compile"):
         compiled(x)
     assert runtime.stats()["calls"] == {}
 
@@ -124,5 +124,5 @@ def test_heads_that_differ_are_no_repetition():
     grouped = fp8.scaled_dot_product_attention(x, once, once, is_causal=True, enable_gqa=True, plan=plan)
     repeated = once.repeat_interleave(2, dim=1)
     assert torch.equal(fp8.scaled_dot_product_attention(x, repeated, repeated, is_causal=True, plan=plan), grouped)
-    with pytest.raises(sigmascale.MismatchError, match="key has 4 heads, and layer has 2 KV heads: give each once"):
+    with pytest.raises(sigmascale.MismatchError, match="key has 4 heads.* 2 KV heads"):
         fp8.scaled_dot_product_attention(x, x, x, is_causal=True, plan=plan)

@@ -225,7 +225,7 @@ def test_a_device_reports_weights_that_are_not_finite_when_scales_are_read(tmp_p
         stream.push(*pair)
     # Whenever scales are looked at, until the pass ends.
     for look in (lambda: stream.layers, lambda: stream.layers, stream.finish):
-        with pytest.raises(sigmascale.NonFiniteError, match="layer 1: weights or bounds are not finite"):
+        with pytest.raises(sigmascale.NonFiniteError, match="layer 1: .*finite"):
             look()
     list(stream.through(weights))
     check(stream, tmp_path)

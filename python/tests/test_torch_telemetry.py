@@ -63,7 +63,7 @@ def test_it_may_be_set_between_steps(model):
 
 @pytest.mark.parametrize("policy", ["delayed-te", "delayed-paper", "auto-c"])
 def test_policies_that_plan_from_it_need_all_of_it(model, policy):
-    with pytest.raises(sigmascale.UnsupportedError, match=f"'{policy}' plans from the statistics of every step"):
+    with pytest.raises(sigmascale.UnsupportedError, match=f"'{policy}'.*every step"):
         attached(model, policy=policy, telemetry=10)
     runtime = attached(model, policy=policy)
     with pytest.raises(sigmascale.UnsupportedError, match="every step"):

@@ -139,7 +139,7 @@ def test_causality_is_aligned_as_in_pytorch(how, shape):
 def test_a_causal_bias_of_other_lengths_is_refused():
     q, k, v = (x.transpose(1, 2) for x in operands())
     bias = torch.nn.attention.bias.causal_lower_right(24, 30)
-    with pytest.raises(sigmascale.MismatchError, match="24 queries and 30 keys, and the call has 24 and 24"):
+    with pytest.raises(sigmascale.MismatchError, match="24 queries .*30 keys.* 24 and 24"):
         fp8.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True, plan=rows())
 
 

@@ -109,7 +109,7 @@ pub fn dequantised(
                     to.iter_mut().for_each(|value| *value *= descale);
                 }
                 Some(centers) => {
-                    Format::E4m3.round_slice(&centered(from, &centers[head], scale), 1.0, on_overflow, to)?;
+                    Format::E4m3.round_slice(&centered(from, &centers[head]), scale, on_overflow, to)?;
                     to.iter_mut().zip(&centers[head]).for_each(|(value, c)| *value = value.mul_add(descale, *c));
                 }
             }

@@ -21,7 +21,7 @@
 //!
 //! **Centers.** With c and m in the call everything above is of `k - c`, `v - m` and `O - m` (rows of dS sum to zero, so dS and dQ
 //! are the same), and an error of delta enters dQ along `K - c` instead of K. dP and delta are of one kind: an output with m
-//! beside `v - m` gives a wrong dS. With sinks rows of dS sum to `p_sink dO . O` and with a soft-cap to anything, and `tau c sum_j dS_ij` is added.
+//! next to `v - m` gives a wrong dS. With sinks rows of dS sum to `p_sink dO . O` and with a soft-cap to anything, and `tau c sum_j dS_ij` is added.
 //!
 //! **Roundings** ([`GradientProducts`]). In BF16 the products dP, dV, dQ and dK are taken of BF16 operands: dO, P, dS, and
 //! E4M3 codes, which BF16 holds exactly; descales multiply sums. delta comes from the same rounded dO as dP. Sums are f32:
@@ -246,7 +246,7 @@ impl Engine<'_> {
         let (len_q, len_k) = (sequence.q.len(), sequence.k.len());
         let keys = self.operands.keys(kv_head, sequence.k.clone())?;
         let values = self.factor(self.operands.values(kv_head, sequence.k.clone())?).rows;
-        // A sink's value is zero, which is -m beside v - m.
+        // A sink's value is zero, which is -m next to v - m.
         let sink_value = match self.operands.call.value_center(kv_head * shape.group()) {
             Some(m) if self.operands.call.sinks.is_some() => {
                 norm(m) / self.operands.undo(self.operands.scales(kv_head * shape.group()).v) as f32
@@ -467,7 +467,7 @@ impl NullaryFnOnce for Kernel<'_> {
                     lanes::dot(&block.p[span.clone()], &block.ds[span])
                 };
                 let keys: f32 = blocks.iter().map(of).sum();
-                // The sink's column, whose value is -m beside v - m.
+                // The sink's column, whose value is -m next to v - m.
                 keys - self
                     .sink_share(row)
                     .zip(self.d_out_m.as_ref())

@@ -3,10 +3,10 @@
 use super::sequences::{Sequence, check_sequences};
 use super::shape::AttentionShape;
 use crate::error::{Error, Result};
+use crate::named;
 use crate::plan::Center;
 use std::borrow::Cow;
 use std::ops::Range;
-use std::str::FromStr;
 
 /// Which keys of its sequence a query sees.
 ///
@@ -78,7 +78,7 @@ pub struct Call<Sequences, Sinks, Centers> {
 /// A call with its lists in host memory.
 pub type AttentionCall<'a> = Call<&'a [Sequence], &'a [f64], &'a Center>;
 
-/// Largest multiplier of logits: times log2(e) and the 1e30 that stands for the maximum of no logit (`kLowest` of
+/// Largest multiplier of logits: times log2(e) and the 1e30 that is the maximum of no logits (`kLowest` of
 /// `kernels/attention/config.cuh`), it stays in f32.
 const LARGEST_SCALE: f64 = 2e8;
 
@@ -96,11 +96,16 @@ impl<Sequences, Sinks, Centers> Call<Sequences, Sinks, Centers> {
         }
     }
 
-    /// The same call with other lists, and without a center.
+    /// The same call with other lists.
     #[cfg(feature = "cuda")]
-    pub(crate) fn with_lists<A, B, C>(&self, sequences: Option<A>, sinks: Option<B>) -> Call<A, B, C> {
+    pub(crate) fn with_lists<A, B, C>(
+        &self,
+        sequences: Option<A>,
+        sinks: Option<B>,
+        center: Option<C>,
+    ) -> Call<A, B, C> {
         let Self { shape, mask, softmax_scale, soft_cap, .. } = *self;
-        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks, center: None }
+        Call { shape, mask, softmax_scale, soft_cap, sequences, sinks, center }
     }
 
     /// Checks the numbers that multiply logits.
@@ -169,52 +174,28 @@ impl AttentionCall<'_> {
     }
 }
 
-/// What a forward keeps for its backward, beside the output and its log-sum-exp.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Keeps {
-    /// Nothing: no backward follows.
-    #[default]
-    Nothing,
-    /// q, k and v as the products took them. The backward takes delta from the rounded output.
-    Operands,
-    /// The operands, and what the rounding of the output took: delta is that of the output before it.
-    UnroundedDelta,
-    /// The operands, and the largest P of each row, from which the scales of a dQ in FP8 come.
-    Fp8Dq,
+named! {
+    /// What a forward keeps for its backward, besides the output and its log-sum-exp.
+    pub enum Keeps is "kept state" default Nothing {
+        /// Nothing: no backward follows.
+        Nothing = "nothing",
+        /// q, k and v as the products took them. The backward takes delta from the rounded output.
+        Operands = "operands",
+        /// The operands, and what the rounding of the output took: delta is that of the output before it.
+        UnroundedDelta = "unrounded-delta",
+        /// The operands, and the largest P of each row, from which the scales of a dQ in FP8 come.
+        Fp8Dq = "fp8-dq",
+    }
 }
 
 impl Keeps {
-    /// All of them.
-    pub const ALL: [Self; 4] = [Self::Nothing, Self::Operands, Self::UnroundedDelta, Self::Fp8Dq];
-
-    /// Its name in Python and in options.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nothing => "nothing",
-            Self::Operands => "operands",
-            Self::UnroundedDelta => "unrounded-delta",
-            Self::Fp8Dq => "fp8-dq",
-        }
-    }
-
-    /// Without [`Keeps::Operands`], of which the attention kernels know nothing: the cast saves them.
+    /// Without [`Keeps::Operands`]: the cast saves them, so the attention kernels do not know them.
     #[cfg(feature = "cuda")]
     pub(crate) const fn of_kernel(self) -> Self {
         match self {
             Self::Operands => Self::Nothing,
             other => other,
         }
-    }
-}
-
-impl FromStr for Keeps {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|keeps| keeps.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::argument(format_args!("{name:?} is nothing that a forward can keep: expected one of {names}"))
-        })
     }
 }
 

@@ -67,6 +67,8 @@ mod tests;
 
 #[cfg(feature = "cuda")]
 pub(crate) use backend::check;
+#[cfg(feature = "cuda")]
+pub(crate) use operands::key_offsets;
 pub use backend::{Attention, AttentionOutput, CenteredOutput, Dequantised, Saved, dequantised};
 pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, backward};
 pub use call::{AttentionCall, Call, Inputs, Keeps, Mask};

@@ -158,11 +158,9 @@ impl Operands<'_> {
         for (row, to) in rows.zip(values.chunks_exact_mut(stride)) {
             let at = start(row);
             let (from, to) = (&x[at..][..d], &mut to[..d]);
+            let own = center.map(|center| centered(from, center));
+            let from = own.as_deref().unwrap_or(from);
             let Precision { operands: cast, rounding, on_overflow, .. } = *self.precision;
-            if let Some(center) = center {
-                counts += self.centered_row((from, at), center, descale, tensor, to)?;
-                continue;
-            }
             counts += match (descale, cast.fp8(), rounding) {
                 (Some(descale), Some((format, factor)), Rounding::Nearest) => {
                     format.round_slice(from, descale.quant_scale().get() * factor, on_overflow, to)?
@@ -186,45 +184,39 @@ impl Operands<'_> {
         }
         Ok(Rows { values, counts })
     }
-
-    /// One row from which a center is subtracted, in the multiply-add that scales it.
-    fn centered_row(
-        &self,
-        (from, at): (&[f32], usize),
-        center: &[f32],
-        descale: Option<Descale>,
-        tensor: u64,
-        to: &mut [f32],
-    ) -> Result<Counts> {
-        let Precision { operands: cast, rounding, on_overflow, .. } = *self.precision;
-        let (Some(descale), Some((format, factor))) = (descale, cast.fp8()) else {
-            from.iter().zip(center).zip(&mut *to).for_each(|((x, c), to)| *to = x - c);
-            let counts = count(to, descale);
-            if cast == Cast::Bf16 {
-                lanes::round_bf16(to);
-            }
-            return counts;
-        };
-        let scaled = centered(from, center, descale.quant_scale().get() * factor);
-        let mut counts = match rounding {
-            Rounding::Nearest => format.round_slice(&scaled, 1.0, on_overflow, to)?,
-            Rounding::Stochastic { seed } => {
-                for (i, (to, x)) in to.iter_mut().zip(&scaled).enumerate() {
-                    let bits = Rounding::bits(seed, tensor, at + i);
-                    *to = format.decode(format.encode_stochastic(*x, bits, on_overflow));
-                }
-                format.count_slice(&scaled, 1.0)?
-            }
-        };
-        // Of what is cast, before its scale.
-        counts.amax *= descale.get() / factor;
-        Ok(counts)
-    }
 }
 
-/// `x * scale - c * scale`, rounded once beside the rounding of the second product.
-pub(super) fn centered(x: &[f32], center: &[f32], scale: f32) -> Vec<f32> {
-    x.iter().zip(center).map(|(x, c)| x.mul_add(scale, -(c * scale))).collect()
+/// What a call with centers takes from the logits of each row, `tau q . c` of the queries that the products see; `None` where keys
+/// have no center.
+///
+/// # Errors
+/// As the cast of q.
+#[cfg(feature = "cuda")]
+pub(crate) fn key_offsets(
+    call: &AttentionCall<'_>,
+    inputs: &Inputs<'_>,
+    plan: &ScalePlan,
+    precision: &Precision,
+) -> Result<Option<Vec<f32>>> {
+    let shape = call.shape;
+    if call.center.is_none_or(|center| center.k.is_none()) {
+        return Ok(None);
+    }
+    let operands = Operands { call, inputs, plan: Some(plan), precision };
+    let rows = shape.batch * shape.len_q;
+    let mut all = vec![0.0; shape.lse_elements()];
+    for head in 0..shape.n_q_heads {
+        let offsets = operands.offsets(head, &operands.queries(head, 0..rows)?);
+        for (row, offset) in offsets.into_iter().flatten().enumerate() {
+            all[shape.lse_at(row, head)] = offset;
+        }
+    }
+    Ok(Some(all))
+}
+
+/// `x - c`.
+pub(super) fn centered(x: &[f32], center: &[f32]) -> Vec<f32> {
+    x.iter().zip(center).map(|(x, c)| x - c).collect()
 }
 
 /// Counts against a descale; without one nothing overflows.

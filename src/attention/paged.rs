@@ -1,12 +1,12 @@
 //! A paged KV cache in E4M3: what a kernel that reads one or appends to it has to do.
 //!
 //! A page holds `page_size` tokens of every KV head, row-major: K is `(pages, page_size, n_kv_heads, d_head)`, V
-//! `(pages, page_size, n_kv_heads, d_v)`, one code an element. This is FlashAttention-3's layout, and that of the two halves
+//! `(pages, page_size, n_kv_heads, d_v)`, one code per element. This is FlashAttention-3's layout, and that of the two halves
 //! of vLLM's. Token `t` of sequence `s` is row `t % page_size` of page `block_table[s][t / page_size]`. Sequences may share
 //! pages that no one writes to.
 //!
 //! [`PagedKv::append`] is what a cache's write kernel does: `e4m3(rope(k) * quant_scale)` and `e4m3(v * quant_scale)`, each
-//! into its token's row, with a center subtracted in the same multiply-add. All rows of a cache need one center.
+//! into its token's row, behind the subtraction of a center. All rows of a cache need one center.
 //! [`PagedKv::gather`] gives dense keys and values for [`reference()`](super::reference()) and the other calls of this module. Neither looks at rows of a page that no sequence uses.
 
 use super::operands::centered;
@@ -128,7 +128,7 @@ impl PagedKv {
     /// The tokens of every sequence, of a cache with this center.
     ///
     /// # Errors
-    /// `is_argument` if the table is not one row a sequence, is too short for a length or names a page that does not exist;
+    /// `is_argument` if the table does not have one row per sequence, is too short for a length or names a page that does not exist;
     /// `is_mismatch` if there is not one descale a KV head, or the center is of another shape.
     pub fn gather(
         &self,
@@ -197,14 +197,9 @@ impl PagedKv {
                     for (head, x) in token.chunks_exact(d).enumerate() {
                         let codes = &mut to[(row * n_kv_heads + head) * d..][..d];
                         let multiplier = descales[head].quant_scale().get();
-                        counts[head] += match center(head) {
-                            None => Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?,
-                            Some(center) => {
-                                let scaled = centered(x, center, multiplier);
-                                let counts = Format::E4m3.encode_slice(&scaled, 1.0, on_overflow, codes)?;
-                                Counts { amax: counts.amax * descales[head].get(), ..counts }
-                            }
-                        };
+                        let own = center(head).map(|center| centered(x, center));
+                        let x = own.as_deref().unwrap_or(x);
+                        counts[head] += Format::E4m3.encode_slice(x, multiplier, on_overflow, codes)?;
                     }
                 }
                 Ok(counts.into_iter().map(CastStats::from).collect())
@@ -301,7 +296,7 @@ impl BlockTable<'_> {
         match usize::try_from(page) {
             Ok(page) if page < shape.pages => Ok(page * shape.page_size + within),
             _ => Err(Error::argument(format_args!(
-                "block_table[{sequence}][{at}] = {page} is none of the cache's {} pages",
+                "block_table[{sequence}][{at}] = {page} is not one of the cache's {} pages",
                 shape.pages
             ))),
         }

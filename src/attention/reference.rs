@@ -159,7 +159,7 @@ pub fn reference_backward(
         let (c, m) = (widened(call.key_center(row.head)), widened(call.value_center(row.head)));
         let d_out_m = dot(&d_out[row.out_at..], &m, m.len());
         let dp: Vec<f64> = row.keys.iter().map(|&(_, value)| dot(&d_out[row.out_at..], &v[value..], d_v)).collect();
-        // The sink is a column whose value is zero, which is -m beside v - m.
+        // The sink is a column whose value is zero, which is -m next to v - m.
         let delta = row.p.iter().zip(&dp).map(|(p, dp)| p * dp).sum::<f64>() - row.sink * d_out_m;
         let mut rest = 0.0;
         for (j, &(key, value)) in row.keys.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! Stochastic rounding of an output to bfloat16, on the CPU alone: for comparison in the lab of low precision.
 //!
-//! A value is rounded up with the share of the gap that it has behind it, so that the mean error is zero whatever the values.
+//! A value is rounded up with a probability equal to its share of the gap, so that the mean error is zero whatever the values.
 //! Rounding to the nearest has a sign of its own where many rows hold nearly the same value, as those do whose largest logits
 //! belong to equal keys. The bits follow from the place of the element alone: a call repeats bit for bit.
 

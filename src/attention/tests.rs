@@ -133,7 +133,7 @@ fn shape(n_q_heads: usize, n_kv_heads: usize, len_q: usize, len_k: usize, d_head
     AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head }
 }
 
-/// Error against the reference, fed with the operands already rounded, beside that of [`plain`].
+/// Error against the reference, fed with the operands already rounded, compared with that of [`plain`].
 fn compare(call: &AttentionCall, precision: &Precision, seed: u64) {
     let data = Data::new(&call.shape, seed);
     let plan = data.plan(call);

@@ -28,7 +28,7 @@ const GRID: f64 = 512.0;
 /// Errors of angles in f32: two roundings.
 const ANGLE_ROUNDING: f64 = 1.0 / (1 << 22) as f64;
 
-/// Roundings of `x / s - c / s` in f32, relative to `|x - c| + |c|`.
+/// Roundings of `(x - c) / s` in f32, or of `x / s - c / s`, relative to `|x - c| + |c|`.
 const CAST_ROUNDING: f64 = 1.0 / (1 << 22) as f64;
 
 /// Relative error of rounding the difference to BF16, where a kernel does not cast it at once.

@@ -49,6 +49,30 @@ impl LayerBounds {
         Self::checked(geometry, heads, (q, k, v))
     }
 
+    /// The same from a power iteration, whose `sigma` stands in the worst-case bounds too. They promise nothing: sigma is
+    /// estimated from below, without rotation, and what the rounding of q and k adds is counted as a relative error of the bound,
+    /// `(1 + 1/17)^2`, since without Grams there is no norm of either side.
+    ///
+    /// # Errors
+    /// As [`LayerBounds::new`].
+    pub fn estimated(
+        spec: &AttentionSpec,
+        geometry: &LayerGeometry<'_>,
+        spectrum: &LayerSpectrum,
+        tail: &Tail,
+    ) -> Result<Self> {
+        let mut bounds = Self::new(spec, geometry, spectrum, tail)?;
+        let factor = |share: f64| (1.0 + E4M3_ROUNDING) * (1.0 + share);
+        let rounding = factor(geometry.rounding.q) * factor(geometry.rounding.k);
+        for (head, spectrum) in bounds.heads.iter_mut().zip(spectrum.heads.iter().flatten()) {
+            let exact = worst_case(geometry, spectrum, spectrum.sigma);
+            let estimated = HeadBounds { exact: Some(exact), rounded: Some(exact * rounding), ..*head };
+            *head = estimated.capped(geometry.soft_cap);
+        }
+        bounds.check().map_err(|error| error.within(&geometry.place))?;
+        Ok(bounds)
+    }
+
     /// Only the operand bounds, the same bits as in [`LayerBounds::new`]: one read of the weights, no logit bound, so `heads` is
     /// empty.
     ///
@@ -104,6 +128,12 @@ fn operands(geometry: &LayerGeometry<'_>, [q, k, v]: [&[Channels]; 3]) -> Operan
     (q, k, geometry.input_bounded.then(|| bound(v, &[], share.v)))
 }
 
+/// `tau [d sigma + sqrt(d) (a + b) + c0]`.
+fn worst_case(geometry: &LayerGeometry<'_>, spectrum: &HeadSpectrum, sigma: f64) -> f64 {
+    let (d, c) = (geometry.d_model as f64, &spectrum.constants);
+    geometry.softmax_scale * (d * sigma + d.sqrt() * (c.a + c.b) + c.c0)
+}
+
 /// Bounds of a head whose q and k are affine in the normalized token.
 fn projected_head(
     geometry: &LayerGeometry<'_>,
@@ -125,7 +155,7 @@ fn projected_head(
     let Some(exact) = &spectrum.exact else { return bounds };
 
     let root = d.sqrt();
-    let worst = tau * (d * sigma + root * (c.a + c.b) + c.c0);
+    let worst = worst_case(geometry, spectrum, sigma);
     bounds.exact = Some(worst);
     bounds.naive = Some(tau * (root * exact.sigma_q_upper + c.norm_q) * (root * exact.sigma_k_upper + c.norm_k));
 

@@ -79,8 +79,7 @@ impl MlaBounds {
         let largest_gain = geometry.latent_gain.iter().fold(0.0, |most: f64, g| most.max(g.abs()));
         let latent = rank.sqrt() * largest_gain;
         let latent = OperandBound { exact: latent, rounded: latent * (1.0 + share.latent) };
-        let k_pe = |share: f64| operand(d, &channels.k_pe, geometry.k_pe_pairs(), share);
-        let cached_k_pe = k_pe(share.k_pe);
+        let cached_k_pe = operand(d, &channels.k_pe, geometry.k_pe_pairs(), share.k_pe);
         let cache = latent.max(cached_k_pe);
 
         // What E4M3 numbers under the normal ones take from a latent: in the cache, and where a product reads it in E4M3.
@@ -97,7 +96,9 @@ impl MlaBounds {
             };
             channels.iter().map(one).collect()
         };
-        let rotated = OperandBound { rounded: k_pe(share.k).rounded + flush * cache.rounded, ..cached_k_pe };
+        // The rotated key leaves the cache with an error relative to itself.
+        let read = cached_k_pe.rounded * (1.0 + E4M3_ROUNDING) + flush * cache.rounded;
+        let rotated = OperandBound { rounded: read, ..cached_k_pe };
         let keys = from_latent(&channels.k, share.k);
         let k: Vec<OperandBound> = keys.iter().map(|(nope, _)| nope.max(rotated)).collect();
         let v = from_latent(&channels.v, share.v).into_iter().map(|(bound, _)| bound).collect();
@@ -208,7 +209,9 @@ fn logits(
         width * steps.q + again * (floor(q) + weights.q * root_q * frobenius(q)),
         width * steps.k + again * (floor_k + (weights.k * root_c * frobenius(k)).hypot(weights_k_pe)),
     );
-    let expanded = rounding_gap(tau, (share.q, share.k), sizes.0 * sizes.1, sizes, errors);
+    // Of the rotated key as it leaves the cache, too.
+    let share_k = share.k.max((1.0 + share.k_pe) * again - 1.0);
+    let expanded = rounding_gap(tau, (share.q, share_k), sizes.0 * sizes.1, sizes, errors);
 
     let sizes_absorbed =
         (root_q * (facts.norm_nope * facts.norm_k_raw).hypot(facts.norm_rope), (root_c * largest_gain).hypot(rotated));

@@ -32,5 +32,5 @@ pub use device::{
     to_device,
 };
 pub use mla::MlaBounds;
-pub use tail::{CStar, Tail, sphere_factor};
+pub use tail::{CStar, Split, Tail, sphere_factor};
 pub use values::{BoundKind, E4M3_MAX, HeadBounds, LAYER_NORM_MEAN_LIMIT, LayerBounds, OperandBound};

@@ -1,7 +1,7 @@
 //! The paper's probabilistic constants (Sections 3.2 and B.3), and sharper ones under the same assumption.
 //!
 //! **Assumption everywhere in this file**: normalized tokens are independent and uniform on the sphere. Trained models
-//! break it: real text exceeds `c_star` bounds. Nothing here is used unless requested by name.
+//! break it: real text exceeded the theorem's bounds where rotation is left out. Nothing here is used unless requested by name.
 
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerSpec, NormKind};
@@ -42,6 +42,17 @@ pub struct CStar {
     pub gamma_beta: f64,
     /// `c_star` with `gamma_beta`.
     pub c_star_beta: f64,
+}
+
+/// A split of the failure probability: see [`Tail::best_split`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Split {
+    /// Share of delta for an atypical projection.
+    pub share: f64,
+    /// Typicality threshold.
+    pub gamma: f64,
+    /// The constant.
+    pub c_star: f64,
 }
 
 impl Tail {
@@ -137,6 +148,42 @@ impl Tail {
             if smaller(middle)? { low = middle } else { high = middle }
         }
         Ok((-high).exp())
+    }
+
+    /// The paper's constants with delta split between their two events, an atypical projection and an overflow of typical ones, so
+    /// that `c_star` is smallest, where [`Tail::c_star`] gives each half of it.
+    ///
+    /// # Errors
+    /// As [`Tail::c_star`].
+    ///
+    /// ```
+    /// # use sigmascale::{bound::Tail, model};
+    /// let spec = model::preset("mistral-7b").unwrap();
+    /// let tail = Tail::default();
+    /// let (best, equal) = (tail.best_split(&spec)?, tail.c_star(&spec)?.c_star);
+    /// assert!(best.c_star <= equal && best.c_star > 0.99 * equal);
+    /// # Ok::<(), sigmascale::Error>(())
+    /// ```
+    pub fn best_split(&self, spec: &AttentionSpec) -> Result<Split> {
+        self.check()?;
+        spec.check()?;
+        let widest = spec.layers.iter().map(|layer| layer.d_head).max().unwrap_or(0);
+        let (d, r) = (spec.d_model as f64, widest as f64);
+        let (t1, t2) = (self.log_union(1.0, spec, 1), self.log_union(2.0, spec, 2));
+        let at = |share: f64| {
+            let gamma = chernoff_gamma(r, t1 - share.ln());
+            Split { share, gamma, c_star: (2.0 * gamma * r * (t2 - (1.0 - share).ln())).sqrt() / d }
+        };
+        // Both factors are convex in the logit of the share: golden section.
+        let of = |logit: f64| at(1.0 / (1.0 + (-logit).exp()));
+        let ratio = 0.5 * (5f64.sqrt() - 1.0);
+        let (mut low, mut high) = (-30.0, 30.0);
+        for _ in 0..200 {
+            let step = ratio * (high - low);
+            let (left, right) = (high - step, low + step);
+            if of(left).c_star < of(right).c_star { high = right } else { low = left }
+        }
+        Ok(of(0.5 * (low + high)))
     }
 
     /// Half the failure probability, for a union with another event.

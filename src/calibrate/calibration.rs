@@ -60,7 +60,10 @@ impl<'s> Calibration<'s> {
         let profile = if weights.mla.is_some() {
             self.mla_layer(weights)?
         } else {
-            let geometry = LayerGeometry::new(self.spec, weights)?;
+            let mut geometry = LayerGeometry::new(self.spec, weights)?;
+            if !self.options.soft_cap {
+                geometry.soft_cap = None;
+            }
             if self.options.as_paper { self.paper_layer(&geometry)? } else { self.sound_layer(&geometry)? }
         };
         self.layers.push(profile);
@@ -71,6 +74,7 @@ impl<'s> Calibration<'s> {
         let spectrum = match self.options.estimator {
             Estimator::Gram => GramEngine.layer(geometry)?,
             Estimator::Power => PowerEngine::new(&mut self.power).layer(geometry)?,
+            summed @ Estimator::PowerSummed => PowerEngine::new(&mut self.power).estimate(geometry, summed)?,
         };
         let bounds = LayerBounds::new(self.spec, geometry, &spectrum, &self.options.tail)?;
         let sigma = spectrum.heads.as_ref().map(|heads| heads.iter().map(|head| head.sigma).fold(0.0, f64::max));
@@ -93,7 +97,7 @@ impl<'s> Calibration<'s> {
     /// Latent attention: its logits have a bound of their own, not the norms of heads.
     fn mla_layer(&self, weights: LayerWeights<'_>) -> Result<LayerProfile> {
         let place = self.spec.place(weights.layer);
-        if self.options.as_paper || self.options.estimator == Estimator::Power {
+        if self.options.as_paper || self.options.estimator != Estimator::Gram {
             return Err(Error::unsupported(format_args!(
                 "{place}: the paper's sigma and its power iteration do not bound logits of latent attention (MLA): use estimator \
                  gram and the worst-case bound"
@@ -136,7 +140,7 @@ impl<'s> Calibration<'s> {
             ));
         }
         let sigma_sum = match self.options.estimator {
-            Estimator::Power => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
+            Estimator::Power | Estimator::PowerSummed => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
             Estimator::Gram => {
                 layer_channels(geometry)?;
                 summed_norm(geometry)
@@ -177,6 +181,7 @@ impl<'s> Calibration<'s> {
                     || (options.estimator == Estimator::Gram && !options.as_paper),
                 granularity: if options.as_paper { Granularity::Layer } else { options.granularity },
                 as_paper: options.as_paper,
+                soft_cap: self.spec.soft_cap.filter(|_| options.soft_cap),
                 c: options.as_paper.then(|| options.c.unwrap_or(self.c_star.c_star)),
                 layer_norm_mean_limit: (self.spec.norm.kind == NormKind::LayerNorm && !options.as_paper)
                     .then_some(LAYER_NORM_MEAN_LIMIT),

@@ -2,7 +2,7 @@
 
 use crate::bound::{BoundKind, Tail};
 use crate::error::{Error, Result};
-use crate::plan::{CenterPolicy, CenterSource, DEFAULT_ETA, Granularity, check_eta};
+use crate::plan::{CenterPolicy, DEFAULT_ETA, Granularity, check_eta};
 use crate::spectral::Estimator;
 
 /// Largest constant in place of `c_star`; the worst case is 1.
@@ -24,11 +24,14 @@ pub struct Options {
     /// Everything as the paper has it: summed sigma of raw weights, no gains, constants or rotation, one logit scale a
     /// layer, no operand descales.
     pub as_paper: bool,
+    /// The attention applies the model's soft-cap of the logits. Not all do (transformers' default, SDPA, leaves it out), so without this
+    /// the bounds hold either way.
+    pub soft_cap: bool,
     /// Replaces `c_star` under `as_paper` (the paper used 0.08, 0.04, 0.03 and 0.02).
     pub c: Option<f64>,
     /// Seed of the power iteration's start vectors.
     pub seed: u64,
-    /// Centers of keys and values. A calibration sees no tokens, so there is no [`CenterSource::Mean`].
+    /// Centers of keys and values. A calibration sees no tokens, so there is no [`CenterSource::Mean`](crate::plan::CenterSource::Mean).
     pub centers: CenterPolicy,
 }
 
@@ -41,6 +44,7 @@ impl Default for Options {
             granularity: Granularity::default(),
             estimator: Estimator::default(),
             as_paper: false,
+            soft_cap: false,
             c: None,
             seed: 0,
             centers: CenterPolicy::CACHE,
@@ -54,12 +58,7 @@ impl Options {
     pub fn check(&self) -> Result<()> {
         self.tail.check()?;
         check_eta(self.eta)?;
-        self.centers.check()?;
-        if [self.centers.k, self.centers.v].contains(&CenterSource::Mean) {
-            return Err(Error::argument(
-                "a center from means needs tokens, and a calibration has none: use weights or minimax",
-            ));
-        }
+        self.centers.check_for_weights()?;
         match self.c {
             Some(c) if c > MOST_C => {
                 return Err(Error::argument(format_args!("c {c:e} must be at most {MOST_C}: 1 is the worst case")));
@@ -72,7 +71,7 @@ impl Options {
             }
             _ => {}
         }
-        if !self.as_paper && self.estimator == Estimator::Power {
+        if !self.as_paper && self.estimator != Estimator::Gram {
             match self.bound {
                 BoundKind::WorstCase => {
                     return Err(Error::argument(

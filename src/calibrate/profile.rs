@@ -99,6 +99,9 @@ pub struct Method {
     pub granularity: Granularity,
     /// Whether everything is as the paper has it.
     pub as_paper: bool,
+    /// Soft-cap of the logits that the bounds count; absent where they hold without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub soft_cap: Option<f64>,
     /// The constant that multiplied the worst case under `as_paper`.
     pub c: Option<f64>,
     /// Behind a LayerNorm, the largest `|mean| / sqrt(variance + epsilon)` of a token up to which bounds hold.

@@ -55,6 +55,8 @@ sources! {
     PART_STATS = "scale/part_stats";
     /// Logit bounds and descales.
     LOGIT_BOUNDS = "scale/logit_bounds";
+    /// The same from estimates of a power iteration.
+    ESTIMATED_BOUNDS = "scale/estimated_bounds";
     /// Scales of the next call from bounds, history or measurement.
     POLICY_PLAN = "policy/plan";
     /// What a policy makes of a call's statistics.

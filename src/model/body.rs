@@ -6,6 +6,7 @@
 use super::checkpoint::Checkpoint;
 use super::keys::Keys;
 use super::layout::at;
+use super::spec::GainForm;
 use crate::error::{Error, Result};
 use crate::tensor::MatrixView;
 use std::path::Path;
@@ -20,8 +21,16 @@ struct Layout {
     segments: Option<&'static str>,
     order: NormOrder,
     attention_out: &'static str,
+    /// The norm of attention's output, in front of the residual sum.
+    attention_norm: Option<&'static str>,
     /// The norm between attention and MLP.
-    norm: &'static str,
+    norm: Option<&'static str>,
+    /// The norm of the MLP's output, in front of the residual sum.
+    mlp_norm: Option<&'static str>,
+    /// Form of the gains of these three.
+    gain: GainForm,
+    /// Embeddings are multiplied by `sqrt(d_model)`.
+    scaled: bool,
     gate: Option<&'static str>,
     up: &'static str,
     down: &'static str,
@@ -35,12 +44,16 @@ struct Layout {
 static LAYOUTS: &[Layout] = &[
     Layout {
         families: &["llama", "mistral", "qwen2", "qwen3"],
+        attention_norm: None,
+        mlp_norm: None,
+        gain: GainForm::Plain,
+        scaled: false,
         tokens: "embed_tokens",
         positions: None,
         segments: None,
         order: NormOrder::Before,
         attention_out: "layers.{i}.self_attn.o_proj",
-        norm: "layers.{i}.post_attention_layernorm",
+        norm: Some("layers.{i}.post_attention_layernorm"),
         gate: Some("layers.{i}.mlp.gate_proj"),
         up: "layers.{i}.mlp.up_proj",
         down: "layers.{i}.mlp.down_proj",
@@ -49,13 +62,55 @@ static LAYOUTS: &[Layout] = &[
         activation: ("hidden_act", "silu"),
     },
     Layout {
+        families: &["gemma2", "gemma3_text"],
+        tokens: "embed_tokens",
+        positions: None,
+        segments: None,
+        order: NormOrder::Before,
+        attention_out: "layers.{i}.self_attn.o_proj",
+        attention_norm: Some("layers.{i}.post_attention_layernorm"),
+        norm: Some("layers.{i}.pre_feedforward_layernorm"),
+        mlp_norm: Some("layers.{i}.post_feedforward_layernorm"),
+        gain: GainForm::OnePlus,
+        scaled: true,
+        gate: Some("layers.{i}.mlp.gate_proj"),
+        up: "layers.{i}.mlp.up_proj",
+        down: "layers.{i}.mlp.down_proj",
+        conv1d: false,
+        epsilon: ("rms_norm_eps", 1e-6),
+        activation: ("hidden_activation", "gelu_pytorch_tanh"),
+    },
+    Layout {
+        families: &["olmo2"],
+        tokens: "embed_tokens",
+        positions: None,
+        segments: None,
+        order: NormOrder::Before,
+        attention_out: "layers.{i}.self_attn.o_proj",
+        attention_norm: Some("layers.{i}.post_attention_layernorm"),
+        norm: None,
+        mlp_norm: Some("layers.{i}.post_feedforward_layernorm"),
+        gain: GainForm::Plain,
+        scaled: false,
+        gate: Some("layers.{i}.mlp.gate_proj"),
+        up: "layers.{i}.mlp.up_proj",
+        down: "layers.{i}.mlp.down_proj",
+        conv1d: false,
+        epsilon: ("rms_norm_eps", 1e-5),
+        activation: ("hidden_act", "silu"),
+    },
+    Layout {
         families: &["gpt2"],
+        attention_norm: None,
+        mlp_norm: None,
+        gain: GainForm::Plain,
+        scaled: false,
         tokens: "wte",
         positions: Some("wpe"),
         segments: None,
         order: NormOrder::Before,
         attention_out: "h.{i}.attn.c_proj",
-        norm: "h.{i}.ln_2",
+        norm: Some("h.{i}.ln_2"),
         gate: None,
         up: "h.{i}.mlp.c_fc",
         down: "h.{i}.mlp.c_proj",
@@ -65,12 +120,16 @@ static LAYOUTS: &[Layout] = &[
     },
     Layout {
         families: &["bert"],
+        attention_norm: None,
+        mlp_norm: None,
+        gain: GainForm::Plain,
+        scaled: false,
         tokens: "embeddings.word_embeddings",
         positions: Some("embeddings.position_embeddings"),
         segments: Some("embeddings.token_type_embeddings"),
         order: NormOrder::After,
         attention_out: "encoder.layer.{i}.attention.output.dense",
-        norm: "encoder.layer.{i}.attention.output.LayerNorm",
+        norm: Some("encoder.layer.{i}.attention.output.LayerNorm"),
         gate: None,
         up: "encoder.layer.{i}.intermediate.dense",
         down: "encoder.layer.{i}.output.dense",
@@ -83,7 +142,8 @@ static LAYOUTS: &[Layout] = &[
 /// Where a block's norms stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormOrder {
-    /// In front of attention and MLP; the residual stream is never normalized (Llama, GPT-2).
+    /// In front of attention and MLP where there are any, or behind them in front of the residual sum (Gemma 2 and 3, OLMo 2): the
+    /// residual stream is never normalized.
     Before,
     /// Behind each residual sum; the norm's output is the residual stream (BERT).
     After,
@@ -130,6 +190,10 @@ pub struct Body<'a> {
     pub activation: Activation,
     /// What every norm adds to the mean square.
     pub epsilon: f64,
+    /// Form of the gains of a block's norms.
+    pub gain: GainForm,
+    /// What embeddings are multiplied by.
+    pub embedding_factor: f64,
     /// Longest sequence, and what limits it.
     pub longest: Option<(usize, &'static str)>,
 }
@@ -148,8 +212,12 @@ pub struct Linear<'a> {
 pub struct Block<'a> {
     /// From the heads' outputs, `d_model x (n_q_heads d_head)`.
     pub attention_out: Linear<'a>,
-    /// Gain of the norm between attention and MLP.
-    pub gain: Vec<f64>,
+    /// Gain of the norm of attention's output, as stored.
+    pub attention_gain: Option<Vec<f64>>,
+    /// Gain of the norm between attention and MLP, as stored.
+    pub gain: Option<Vec<f64>>,
+    /// Gain of the norm of the MLP's output, as stored.
+    pub mlp_gain: Option<Vec<f64>>,
     /// Its shift.
     pub shift: Option<Vec<f64>>,
     /// Multiplies `up` behind the nonlinearity; without it the nonlinearity is `up`'s.
@@ -214,6 +282,8 @@ impl Checkpoint {
             order: layout.order,
             activation,
             epsilon,
+            gain: layout.gain,
+            embedding_factor: if layout.scaled { (spec.d_model as f64).sqrt() } else { 1.0 },
             longest: longest.into_iter().filter_map(|(n, what)| Some((n?, what))).min_by_key(|(n, _)| *n),
         })
     }
@@ -247,12 +317,18 @@ impl<'a> Body<'a> {
                 name: weight,
             })
         };
-        let norm = at(layout.norm, layer);
-        let shift = checkpoint.named(&norm, &["bias", "beta"]);
+        let gain = |template: Option<&str>| {
+            let name = template.map(|template| checkpoint.named(&at(template, layer), &["weight", "gamma"]));
+            name.map(|name| checkpoint.vector(&name, d)).transpose()
+        };
+        let shift = layout.norm.filter(|_| spec.norm.shift);
+        let shift = shift.map(|template| checkpoint.named(&at(template, layer), &["bias", "beta"]));
         Ok(Block {
             attention_out: linear(layout.attention_out, d, inner_out)?,
-            gain: checkpoint.vector(&checkpoint.named(&norm, &["weight", "gamma"]), d)?,
-            shift: spec.norm.shift.then(|| checkpoint.vector(&shift, d)).transpose()?,
+            attention_gain: gain(layout.attention_norm)?,
+            gain: gain(layout.norm)?,
+            mlp_gain: gain(layout.mlp_norm)?,
+            shift: shift.map(|name| checkpoint.vector(&name, d)).transpose()?,
             gate: layout.gate.map(|gate| linear(gate, inner, d)).transpose()?,
             up: linear(layout.up, inner, d)?,
             down: linear(layout.down, d, inner)?,

@@ -21,6 +21,7 @@ use super::folder::{not_a_checkpoint, one_shard, without_config, without_weights
 use super::gains::mean_of_streams;
 use super::keys::refuse;
 use super::layout::{LayerNames, ProjectionName, at};
+use super::quantization::MICRO_TILE;
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
 use super::spec::{AttentionSpec, GainForm, LayerSpec, Multipliers, NormKind};
 use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
@@ -99,7 +100,11 @@ impl Checkpoint {
             None if folder.join(INDEX).symlink_metadata().is_ok() => open_sharded(&folder)?,
             None => return Err(without_weights(&folder)),
         };
-        Self::new(path, config, opened)
+        let checkpoint = Self::new(path, config, opened)?;
+        if metadata.is_dir() {
+            checkpoint.check_loaded(&WeightFiles::open(&folder)?)?;
+        }
+        Ok(checkpoint)
     }
 
     /// The same from memory: a config and the bytes of one safetensors file, under a name for messages.
@@ -113,7 +118,13 @@ impl Checkpoint {
         Self::new(path, parsed, open_held(weights, path.to_owned())?)
     }
 
+    /// Gives it another name than that of its folder.
+    pub(super) fn set_name(&mut self, name: &str) {
+        name.clone_into(&mut self.config.spec.name);
+    }
+
     fn new(path: &Path, config: Config, (shards, tensors): Opened) -> Result<Self> {
+        config.check_stored(path)?;
         let mut checkpoint = Self { path: path.to_owned(), config, shards, tensors };
         checkpoint.config.spec.prefix = checkpoint.find_prefix()?.to_owned();
         checkpoint.count_biases()?;
@@ -168,25 +179,30 @@ impl Checkpoint {
         beside.chain(self.shards.iter().map(|shard| shard.path.clone())).collect()
     }
 
-    /// Refuses files of a folder from which an engine would load other values for attention than were read here: it loads every tensor of
-    /// every file, and the index says only which files there are.
+    /// Refuses files of a folder from which an engine or transformers would load other values for attention than were read here: they
+    /// load every tensor of every file, and the index says only which files there are.
     ///
     /// # Errors
     /// `is_format`, with the tensor and its file.
-    pub fn check_loaded(&self, files: &WeightFiles) -> Result<()> {
+    pub(crate) fn check_loaded(&self, files: &WeightFiles) -> Result<()> {
         let (own, probe) = (self.prefix(), self.probe());
-        if let Some(other) = self.fitting_prefixes().find(|other| *other != own) {
+        let others = self.config.prefixes.iter().copied().filter(|other| *other != own);
+        let mut stored = others.filter(|other| {
+            let name = format!("{other}{probe}");
+            self.tensors.contains_key(&name) || files.tensors().any(|tensor| tensor.name == name)
+        });
+        if let Some(other) = stored.next() {
             let rule =
                 format_args!("has `{own}{probe}` and `{other}{probe}`: remove the model that is not to be served");
             return Err(Error::format(&self.path, rule));
         }
         let stems = self.attention_stems();
         let read = |tensor: &RawTensor<'_>| tensor.name.rsplit_once('.').is_some_and(|(stem, _)| stems.contains(stem));
+        let folder = if self.path.is_dir() { Some(&*self.path) } else { self.path.parent() };
+        let folder = folder.unwrap_or(Path::new(""));
         for tensor in files.tensors().filter(read) {
             let broken = |rule: std::fmt::Arguments<'_>| {
-                let rule = format_args!("tensor `{}` {rule}", tensor.name);
-                let folder = if self.path.is_dir() { Some(&*self.path) } else { self.path.parent() };
-                Err(Error::format(&folder.unwrap_or(Path::new("")).join(tensor.file), rule))
+                Err(Error::format(&folder.join(tensor.file), format_args!("tensor `{}` {rule}", tensor.name)))
             };
             let Some(entry) = self.tensors.get(tensor.name) else {
                 return broken(format_args!(
@@ -194,6 +210,10 @@ impl Checkpoint {
                 ));
             };
             let shard = &self.shards[entry.shard];
+            if shard.path == folder.join(tensor.file) {
+                // The tensor that was read.
+                continue;
+            }
             let own = shard.map.get(shard.data + entry.start..shard.data + entry.end).unwrap_or_default();
             if (entry.dtype, &*entry.shape, own) != (tensor.dtype, tensor.shape, tensor.bytes) {
                 return broken(format_args!(
@@ -230,7 +250,7 @@ impl Checkpoint {
                 [n] | [n, 1] if one_a_row(*n) => false,
                 _ => true,
             };
-            scales.values.push(self.read(name, scale)?);
+            scales.values.push(self.scale_values(name, scale)?);
         }
         // Of a fused tensor there is one scale.
         let fused = places[0] == places[1];
@@ -321,6 +341,9 @@ impl Checkpoint {
         };
         let mla = self.mla(own, &names)?;
         let mut weights = LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm, mla };
+        if self.config.in_f16 {
+            super::f16::check(spec, &weights).map_err(|error| error.within(spec.place(layer)))?;
+        }
         if let Some(factors) = spec.multipliers {
             multiply(&mut weights, factors);
         }
@@ -347,6 +370,10 @@ impl Checkpoint {
     }
 
     fn find_prefix(&self) -> Result<&'static str> {
+        let probe = self.probe();
+        for prefix in &self.config.prefixes {
+            self.check_plain(&format!("{prefix}{}", probe.trim_end_matches("weight")))?;
+        }
         self.fitting_prefixes().next().ok_or_else(|| {
             let family = self.config.family.name;
             let rule = format_args!(
@@ -467,6 +494,7 @@ impl Checkpoint {
     ) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
         let spec = &self.config.spec;
         let one = |place: &ProjectionName, (rows, inputs): (usize, usize), bias: bool| {
+            self.check_plain(&format!("{}{}.", self.prefix(), place.name))?;
             let weight = self.matrix(&self.named(&place.name, &["weight"]), place.channels, inputs, place.conv1d)?;
             let bias = self.bias(&place.name, place.channels, bias)?;
             Ok(self.projection(place, rows, &weight, bias.as_deref()))
@@ -484,6 +512,7 @@ impl Checkpoint {
         let (Some(mla), Some(names)) = (layer.mla, &names.mla) else { return Ok(None) };
         let gain = |name: &str, rank: usize| self.vector(&self.named(name, &["weight"]), rank);
         let place = &names.k_pe;
+        self.check_plain(&format!("{}{}.", self.prefix(), place.name))?;
         let weight = self.matrix(&self.named(&place.name, &["weight"]), place.channels, self.spec().d_model, false)?;
         let stored = self.has_tensor(&self.named(&place.name, &["bias"]));
         let bias = self.bias(&place.name, place.channels, self.has_shared_key_bias() || stored)?;
@@ -603,6 +632,53 @@ impl Checkpoint {
         Ok(values)
     }
 
+    /// The scales of a weight: numbers, or exponents of two (E8M0), which microscaling formats also store as bytes.
+    fn scale_values(&self, name: &str, entry: &Entry) -> Result<Vec<f64>> {
+        let exponents = entry.dtype == safetensors::Dtype::F8_E8M0
+            || entry.dtype == safetensors::Dtype::U8 && self.config.stored.tile == Some(MICRO_TILE);
+        if !exponents {
+            return self.read(name, entry);
+        }
+        const BIAS: i32 = 127;
+        let value = |byte: &u8| if *byte == u8::MAX { f64::NAN } else { 2f64.powi(i32::from(*byte) - BIAS) };
+        let shard = &self.shards[entry.shard];
+        let bytes = shard.map.get(shard.data + entry.start..shard.data + entry.end);
+        let bytes = bytes.ok_or_else(|| self.broken(name, entry, "has offsets outside the file"))?;
+        Ok(bytes.iter().map(value).collect())
+    }
+
+    /// Refuses weights of a projection that are stored in a form which is not multiplied as it is, by the tensor.
+    fn check_plain(&self, base: &str) -> Result<()> {
+        const PACKED: [&str; 4] = ["qweight", "weight_packed", "weight.absmax", "W_q"];
+        let refuse = |name: &str, entry: &Entry, rule: std::fmt::Arguments<'_>| {
+            // Of a stream that has only names there is no file.
+            let file = self.shards.get(entry.shard).map_or(&*self.path, |shard| &shard.path);
+            Err(refuse(file, format_args!("tensor `{name}` {rule}")))
+        };
+        const NEEDED: &str =
+            "bounds need q, k and v in F64, F32, F16, BF16 or scaled E4M3 (keep attention out of the quantization)";
+        for name in PACKED.map(|end| format!("{base}{end}")) {
+            if let Some(entry) = self.tensors.get(&name) {
+                return refuse(&name, entry, format_args!("is of packed weights ({:?}): {NEEDED}", entry.dtype));
+            }
+        }
+        let factors = format!("{base}pre_quant_scale");
+        if let Some(entry) = self.tensors.get(&factors) {
+            return refuse(
+                &factors,
+                entry,
+                format_args!("multiplies the projection's input, which bounds do not count"),
+            );
+        }
+        let name = format!("{base}weight");
+        match self.tensors.get(&name) {
+            Some(entry) if !is_float(entry.dtype) => {
+                refuse(&name, entry, format_args!("is of packed or integer weights ({:?}): {NEEDED}", entry.dtype))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn plain_view(&self, name: &str, entry: &Entry, rows: usize, cols: usize) -> Result<MatrixView<'_>> {
         let dtype = match entry.dtype {
             safetensors::Dtype::F64 => Dtype::F64,
@@ -633,7 +709,7 @@ impl Checkpoint {
             return Err(self.broken(name, entry, "is E4M3, but has neither `weight_scale` nor `weight_scale_inv`"));
         };
         if let Some((other, again)) = stored.next()
-            && self.read(other, again)? != self.read(scale_name, scale)?
+            && self.scale_values(other, again)? != self.scale_values(scale_name, scale)?
         {
             let rule = format_args!("has two different scales, `{scale_name}` and `{other}`: remove the wrong one");
             return Err(self.broken(name, entry, rule));
@@ -646,7 +722,7 @@ impl Checkpoint {
             [] | [1] | [1, 1] => ((1, 1), (rows.max(1), cols.max(1))),
             [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols.max(1))),
             [grid_rows, grid_cols] => {
-                let tile = self.config.fp8_tile;
+                let tile = self.config.stored.tile;
                 let block = tile
                     .ok_or_else(|| needs("the config has no tile size (`weight_block_size` or `block_structure`)"))?;
                 let grid = (rows.div_ceil(block.0), cols.div_ceil(block.1));
@@ -661,7 +737,7 @@ impl Checkpoint {
         if scale.dtype == safetensors::Dtype::F8_E4M3 {
             return Err(self.broken(scale_name, scale, "is a scale in FP8, which is not supported"));
         }
-        let values: Arc<[f32]> = self.read(scale_name, scale)?.into_iter().map(|x| x as f32).collect();
+        let values: Arc<[f32]> = self.scale_values(scale_name, scale)?.into_iter().map(|x| x as f32).collect();
         if values.iter().any(|x| !x.is_finite()) {
             return Err(Error::non_finite(format_args!(
                 "{}: tensor `{scale_name}` contains NaN or infinity",
@@ -675,6 +751,12 @@ impl Checkpoint {
         debug_assert_eq!(values.len(), grid.0 * grid.1);
         view.with_scale(BlockScale { values, block, grid_cols: grid.1 })
     }
+}
+
+/// Whether values of a type are numbers that a product reads.
+fn is_float(dtype: safetensors::Dtype) -> bool {
+    use safetensors::Dtype as D;
+    matches!(dtype, D::F64 | D::F32 | D::F16 | D::BF16 | D::F8_E4M3)
 }
 
 /// Puts factors beside the weights into the norm's gain and the keys.

@@ -11,7 +11,7 @@ use super::families::{
 };
 use super::hybrid::OTHER_KINDS;
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, nearest, plain, read_capped, refuse, shorten, too_large};
-use super::quantization::{Stored, Tile};
+use super::quantization::Stored;
 use super::spec::{AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -58,6 +58,14 @@ impl AttentionSpec {
     }
 }
 
+/// The bytes of a config's file.
+///
+/// # Errors
+/// As [`read_capped`].
+pub fn read_config(path: &Path) -> Result<Vec<u8>> {
+    read_capped(path, MAX_CONFIG_BYTES, "a config")
+}
+
 /// A config as the checkpoint reader needs it.
 #[derive(Clone)]
 pub(crate) struct Config {
@@ -69,8 +77,10 @@ pub(crate) struct Config {
     pub prefixes: Vec<&'static str>,
     /// Name of the layer's own input norm, where the family has more than one.
     pub own_norm: Option<&'static str>,
-    /// Rows and columns that share one FP8 scale, where the config tells them.
-    pub fp8_tile: Option<Tile>,
+    /// Whether the config runs the model in F16.
+    pub in_f16: bool,
+    /// How weights are stored, as far as the config tells.
+    pub stored: Stored,
     /// Numbers of the layers whose values are made of their keys' projection.
     pub keys_as_values: Vec<usize>,
     /// The text model's own keys.
@@ -111,8 +121,16 @@ pub(crate) fn quoted_non_finite<'j>(json: &'j [u8], mark: &str) -> Cow<'j, [u8]>
 
 impl Config {
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let bytes = read_capped(path, MAX_CONFIG_BYTES, "a config")?;
+        let bytes = read_config(path)?;
         Self::parse(&bytes, path)
+    }
+
+    /// Refuses weights that have no bound, whatever their types.
+    pub(crate) fn check_stored(&self, path: &Path) -> Result<()> {
+        match &self.stored.refused {
+            Some(why) => Err(refuse(path, format_args!("its weights have no bound: {why}"))),
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn parse(bytes: &[u8], file: &Path) -> Result<Self> {
@@ -149,7 +167,10 @@ impl Config {
         };
         let wrapped = wrapper.into_iter().flat_map(|wrapper| wrapper.prefixes);
         let prefixes = wrapped.chain(family.prefixes).copied().collect();
-        check_dtype(top)?;
+        let mut in_f16 = false;
+        for keys in [top, text] {
+            in_f16 |= check_dtype(keys)?;
+        }
         let stored = Stored::of(&[top, text])?;
         let settings = text.with_rope_default(family)?;
         let text = Keys { map: &settings, file };
@@ -157,7 +178,7 @@ impl Config {
             text.check(refusal)?;
         }
         text.check_epsilons()?;
-        text.build(family, prefixes, stored)
+        Ok(Config { in_f16, ..text.build(family, prefixes, stored)? })
     }
 }
 
@@ -352,7 +373,7 @@ impl<'a> Keys<'a> {
             NormTensor::None | NormTensor::FirstApart { .. } => None,
         };
         let settings = self.map.clone();
-        Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, keys_as_values, settings })
+        Ok(Config { spec, layers, family, prefixes, own_norm, in_f16: false, stored, keys_as_values, settings })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent. Layers of a hybrid that have no attention
@@ -474,8 +495,9 @@ fn unknown_family(file: &Path, model_type: &str) -> Error {
     )
 }
 
-/// Refuses a config whose stored type is no floating type.
-fn check_dtype(keys: Keys<'_>) -> Result<()> {
+/// Whether a config runs in F16; refuses one whose stored type is no floating type.
+fn check_dtype(keys: Keys<'_>) -> Result<bool> {
+    let mut in_f16 = false;
     for key in ["dtype", "torch_dtype"] {
         let Some(name) = keys.text(key)? else { continue };
         let name = name.strip_prefix("torch.").unwrap_or(name);
@@ -488,8 +510,9 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
                 ),
             ));
         }
+        in_f16 |= name == "float16";
     }
-    Ok(())
+    Ok(in_f16)
 }
 
 fn unknown_kind(file: &Path, kind: &Value) -> Error {

@@ -95,6 +95,16 @@ fn open_all(folder: &Path, names: impl IntoIterator<Item = String>) -> Result<Ve
 
 fn safetensors_in(folder: &Path) -> Result<BTreeSet<String>> {
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, "open", e))?;
-    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    Ok(names.filter(|name| name.ends_with(".safetensors") && !name.starts_with('.')).collect())
+    let mut names = BTreeSet::new();
+    for name in entries.flatten().map(|entry| entry.file_name()) {
+        let text = name.to_string_lossy();
+        if !text.ends_with(".safetensors") || text.starts_with('.') {
+            continue;
+        }
+        if name.to_str().is_none() {
+            return Err(Error::format(&folder.join(&name), "the name of this file is not UTF-8: rename it"));
+        }
+        names.insert(text.into_owned());
+    }
+    Ok(names)
 }

@@ -14,6 +14,12 @@ impl Keys<'_> {
                 let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
                 vec![Some((n_q, self.kv_heads(&sizes.kv_heads, n_q)?)); layers]
             }
+            LayerHeads::Queries(key) => {
+                let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
+                let n_kv = self.kv_heads(&sizes.kv_heads, n_q)?;
+                let list = self.counts(key, layers, MAX_HEADS)?.unwrap_or_else(|| vec![n_q; layers]);
+                list.into_iter().map(|n_q| Some((n_q, n_kv))).collect()
+            }
             LayerHeads::Lists { q, kv } => {
                 let list = |key: &str| {
                     let missing = || Error::format(self.file, format_args!("`{key}` is missing"));

@@ -26,8 +26,12 @@ pub(super) fn lfs_pointer(file: &Path) -> Error {
     Error::format(file, rule)
 }
 
-/// Reads a file of at most `cap` bytes; a longer one is refused before it is read.
-pub(crate) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> {
+/// Reads a file of at most `cap` bytes; a longer one is refused before it is read, and so is what is no regular file: a pipe would be
+/// waited for, and a device read without end.
+///
+/// # Errors
+/// `is_io` if it cannot be read; `is_format` if it is too long, no regular file or a Git LFS pointer. `what` names it: "a config".
+pub fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> {
     // Before it is opened: opening a pipe would wait for a writer.
     let metadata = std::fs::metadata(path).map_err(|e| Error::io(path, "open", e))?;
     if !metadata.is_file() {

@@ -7,6 +7,7 @@
 mod body;
 mod checkpoint;
 mod config;
+mod f16;
 mod families;
 mod files;
 mod folder;
@@ -14,6 +15,7 @@ mod gains;
 mod head_offsets;
 mod header;
 mod heads;
+mod hub;
 mod hybrid;
 mod keys;
 mod layout;
@@ -50,7 +52,7 @@ pub use rounding::{
 };
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
-pub use source::ModelSource;
+pub use source::{ModelSource, local_path};
 pub use spec::{
     AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope,
     RopeLayout, RopeRange, Temperature,
@@ -59,5 +61,6 @@ pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOpt
 pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 
 pub(crate) use config::quoted_non_finite;
-pub(crate) use keys::read_capped;
+pub use config::read_config;
+pub use keys::read_capped;
 pub(crate) use shards::INDEX;

@@ -5,19 +5,43 @@ use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 
 /// Rows and columns that share one FP8 scale.
-pub(super) type Tile = (usize, usize);
+pub(crate) type Tile = (usize, usize);
 
 /// The tile of `quant_method: fp8` where the config has no `weight_block_size`.
 const DEFAULT_TILE: Tile = (128, 128);
 
+/// The tile of microscaling formats (MXFP8).
+pub(super) const MICRO_TILE: Tile = (1, 32);
+
+/// Methods whose checkpoints hold the weights as they are multiplied: the type of each tensor tells how. What is packed is refused
+/// by its tensor.
+const STORED: &[&str] = &[
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "mxfp8",
+    "compressed-tensors",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mixed",
+    "quark",
+    "awq",
+    "gptq",
+    "auto-round",
+];
+
 /// How the weights of the projections are stored.
-#[derive(Clone, Copy, Default, PartialEq)]
-pub(super) struct Stored {
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Stored {
     /// In scaled E4M3: an engine that multiplies by them as they are rounds the other operand to E4M3 too.
     pub fp8: bool,
+    /// The config may leave attention in E4M3 beside weights of other formats: the tensors tell.
+    pub mixed: bool,
     /// The tile of two-dimensional scales. `None` where the config does not tell it: such scales are refused, since their
     /// shape does not tell it either (the last tile may be short).
     pub tile: Option<Tile>,
+    /// Why weights stored so have no bound, whatever their types. Constants of the config need no weights.
+    pub refused: Option<String>,
 }
 
 /// Whether a value says anything: `{"config_groups": {}}` is how no transforms are written.
@@ -30,20 +54,24 @@ fn has_content(value: &Value) -> bool {
 }
 
 impl Stored {
-    /// Refuses stored weights other than plain ones and scaled E4M3, by every dictionary that describes them: in which one an
-    /// engine looks depends on its release.
+    /// How weights are stored, by every dictionary that describes them: in which one an engine looks depends on its release.
     pub fn of(places: &[Keys<'_>]) -> Result<Self> {
         let mut found: Option<Self> = None;
         for keys in places {
             for key in ["quantization_config", "compression_config"] {
                 let Some(map) = keys.object(key)? else { continue };
                 let stored = Self::of_one(Keys { map, file: keys.file }, key)?;
-                if found.is_some_and(|other| other != stored) {
-                    let rule =
-                        format_args!("`{key}` contradicts another description of the stored weights in this config");
-                    return Err(refuse(keys.file, rule));
-                }
-                found = Some(stored);
+                found = Some(match found {
+                    None => stored,
+                    Some(other) if other == stored => other,
+                    // What either refuses is refused.
+                    Some(Self { refused: Some(why), .. }) => Self { refused: Some(why), ..stored },
+                    Some(_) if stored.refused.is_some() => stored,
+                    Some(_) => {
+                        let why = format!("`{key}` contradicts another description of the stored weights in the config");
+                        Self { refused: Some(why), ..stored }
+                    }
+                });
             }
         }
         Ok(found.unwrap_or_default())
@@ -52,41 +80,47 @@ impl Stored {
     fn of_one(settings: Keys<'_>, key: &str) -> Result<Self> {
         let unnamed = if key == "compression_config" { "compressed-tensors" } else { "unnamed" };
         let method = settings.text("quant_method")?.unwrap_or(unnamed);
+        let algorithm = settings.text("quant_algo")?.unwrap_or_default();
         let plain = settings.plain_weights()?;
-        let known = match method {
-            _ if plain => true,
-            // `mxfp4` is for the experts alone; a projection stored so would have a type that is not read.
-            "fp8" | "fbgemm_fp8" | "mxfp4" => true,
+        let fp8 = match method {
+            "fp8" | "fbgemm_fp8" | "mxfp8" => true,
             "compressed-tensors" => settings.text("format")? == Some("float-quantized"),
-            "modelopt" => settings.text("quant_algo")? == Some("FP8"),
+            "modelopt" => ["FP8", "MXFP8"].contains(&algorithm),
             "quark" => settings.quark_fp8()?,
             _ => false,
         };
-        if !known {
-            return Err(refuse(
-                settings.file,
-                format_args!(
-                    "weights quantized by `{}` are refused: only scaled FP8 (E4M3) is supported",
-                    shorten(method)
-                ),
-            ));
-        }
-        if settings.object("transform_config")?.is_some_and(|transforms| transforms.values().any(has_content)) {
-            let rule = "`transform_config` is refused: the engine multiplies activations by its transforms (Hadamards) online, \
-                        which the bounds do not count";
-            return Err(refuse(settings.file, rule));
-        }
+        let refused = if settings.object("transform_config")?.is_some_and(|map| map.values().any(has_content)) {
+            Some(
+                "`transform_config`: the engine multiplies activations by its transforms (Hadamards) online, which the bounds do not \
+                 count"
+                    .to_owned(),
+            )
+        } else if method == "bitsandbytes" && !settings.skips_attention()? {
+            Some(
+                "`bitsandbytes` without attention in `llm_int8_skip_modules`: it rounds weights to 4 or 8 bits when they are loaded"
+                    .to_owned(),
+            )
+        } else if method != "bitsandbytes" && !STORED.contains(&method) {
+            let method = shorten(method);
+            Some(format!("`{method}`: what it makes of weights when they are loaded is not known"))
+        } else {
+            None
+        };
         if plain {
-            return Ok(Self::default());
+            return Ok(Self { refused, ..Self::default() });
         }
+        let format = settings.text("format")?.unwrap_or_default();
+        let micro = method == "mxfp8" || algorithm == "MXFP8" || format.starts_with("mxfp8");
         let tile = match settings.get("weight_block_size") {
             Some(sides) => Some(settings.tile("weight_block_size", sides)?),
+            None if micro => Some(MICRO_TILE),
             // Written as null, it means one scale per tensor.
             None if method == "fp8" && !settings.map.contains_key("weight_block_size") => Some(DEFAULT_TILE),
             None if method == "compressed-tensors" => settings.group_tile()?,
             None => None,
         };
-        Ok(Self { fp8: method != "mxfp4", tile })
+        let mixed = !fp8 && ["compressed-tensors", "modelopt", "modelopt_mixed", "quark"].contains(&method);
+        Ok(Self { fp8, mixed, tile, refused })
     }
 }
 
@@ -103,6 +137,14 @@ impl Keys<'_> {
         let layers = self.object("layer_quant_config")?.into_iter().flat_map(|map| map.values());
         let layers_too = layers.filter_map(Value::as_object).all(e4m3);
         Ok(layers_too && self.object("global_quant_config")?.is_some_and(|map| map.contains_key("weight") && e4m3(map)))
+    }
+
+    /// Whether bitsandbytes leaves q, k and v as they are: by the names of the modules, of which parts count.
+    fn skips_attention(&self) -> Result<bool> {
+        let list = self.array("llm_int8_skip_modules")?.into_iter().flatten();
+        let names: Vec<&str> = list.filter_map(Value::as_str).collect();
+        let skipped = |module: &str| names.iter().any(|name| *name == module);
+        Ok(skipped("self_attn") || ["q_proj", "k_proj", "v_proj"].iter().all(|module| skipped(module)))
     }
 
     /// Two sides as a list, or as text: `128x128`.

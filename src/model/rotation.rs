@@ -109,8 +109,12 @@ impl<'a> Keys<'a> {
             with_base(settings, inner.or(base), d_head)
         };
         let make = |settings: Option<Keys<'a>>, base: Option<f64>| wide(settings, base, d_head);
-        let by_type = |full: Rope, sliding: Rope, types: &[bool]| {
-            types.iter().map(|is_full| Some(if *is_full { full.clone() } else { sliding.clone() })).collect()
+        let perhaps = |rope: &Rope| match rule {
+            RopeLayers::Perhaps => {
+                let range = rope.range.clone().map(|range| RopeRange { least_factor: 1.0, ..range });
+                either(rope, &Rope { attention_factor: 1.0, range, ..rope.clone() })
+            }
+            _ => rope.clone(),
         };
         let nested_sets = (nested("full_attention")?, nested("sliding_attention")?);
         let is_nested = nested_sets.0.is_some() || nested_sets.1.is_some();
@@ -142,16 +146,19 @@ impl<'a> Keys<'a> {
                 let types = self.layer_types(layers)?.ok_or_else(|| {
                     Error::format(self.file, "`rope_parameters` differ by layer type, but `layer_types` is missing")
                 })?;
-                if !matches!(rule, RopeLayers::Same) {
+                if !matches!(rule, RopeLayers::Same | RopeLayers::Perhaps) {
                     return Err(refuse(
                         self.file,
                         "`rope_parameters` by layer type are refused in a model that also has layers without rotation",
                     ));
                 }
-                Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
+                let (full, sliding) = (make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?);
+                Ok(types.iter().map(|is_full| Some(perhaps(if *is_full { &full } else { &sliding }))).collect())
             }
             RopeLayers::If(key, value) if self.text(key)? != Some(value) => Ok(vec![None; layers]),
-            RopeLayers::Same | RopeLayers::If(..) => Ok(vec![Some(make(common, common_base)?); layers]),
+            RopeLayers::Same | RopeLayers::Perhaps | RopeLayers::If(..) => {
+                Ok(vec![Some(perhaps(&make(common, common_base)?)); layers])
+            }
             RopeLayers::Bases(key) => {
                 let Some(list) = self.array(key)? else { return Ok(vec![Some(make(common, common_base)?); layers]) };
                 if list.len() != layers {

@@ -89,7 +89,7 @@ pub struct MlaRounding {
     pub latent: f64,
     /// Of q, the factor that grows with the position included.
     pub q: f64,
-    /// Of k, which may be rebuilt from a cache in E4M3.
+    /// Of the part of k that comes from the latent, which may be rebuilt from a cache in E4M3.
     pub k: f64,
     /// Of v, likewise.
     pub v: f64,
@@ -136,16 +136,21 @@ impl AttentionSpec {
         let latent = norm + factor(mla.kv_factor);
         let query = norm + projection(q) + factor(mla.q_factor) + growth;
         let q_inputs = mla.q_inputs(self.d_model);
-        let cached = |share: f64, factors: i32| with_e4m3(share, 1 + factors);
-        let from_latent =
-            |stored: Dtype| cached(share(latent + projection(stored), mla.kv_rank), self.e4m3_factors(stored));
+        let from_latent = |stored: Dtype| {
+            let share = share(latent + projection(stored), mla.kv_rank);
+            match self.e4m3_factors(stored) {
+                // The cache alone rounds to E4M3; the product is one in BF16.
+                0 => (1.0 + share) * (1.0 + E4M3_ROUNDING) - 1.0,
+                factors => with_e4m3(share, 1 + factors),
+            }
+        };
         let weight = |stored: Dtype| weight_rounding(stored, self.e4m3_factors(stored));
         let weights = WeightRounding { q: weight(q), k: weight(k), k_pe: weight(k_pe) };
         let k_pe = with_e4m3(share(norm + projection(k_pe) + rotation, self.d_model), self.e4m3_factors(k_pe));
         MlaRounding {
             latent: share(latent, 0),
             q: with_e4m3(share(query + rotation, q_inputs), self.e4m3_factors(q)),
-            k: from_latent(k).max(cached(k_pe, 0)),
+            k: from_latent(k),
             v: from_latent(v),
             k_pe,
             // The product with K may round its input too.

@@ -1,12 +1,13 @@
-//! What a model argument means: a preset name, a config, a `.safetensors` file or a folder.
+//! What a model argument means: a preset name, a config, a `.safetensors` file, a folder, or a model id in the Hugging Face cache.
 
 use super::checkpoint::Checkpoint;
+use super::hub;
 use super::keys::nearest;
 use super::preset::{preset, preset_names};
 use super::spec::AttentionSpec;
 use crate::error::{Error, Result};
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A model, with or without weights.
 pub enum ModelSource {
@@ -17,11 +18,12 @@ pub enum ModelSource {
 }
 
 impl ModelSource {
-    /// Resolves the argument; a preset's name wins over a file of that name (write `./name` for the file).
+    /// Resolves the argument; a preset's name wins over a file of that name (write `./name` for the file). A model id of the
+    /// Hugging Face hub is looked for in its cache ([`local_path`]).
     ///
     /// # Errors
-    /// `is_argument` if it is empty, `is_io` if there is neither a preset nor a path of this name: the message names the nearest presets, or how to
-    /// download a model id of the Hugging Face hub. Otherwise as [`AttentionSpec::from_config_file`] and
+    /// `is_argument` if it is empty, `is_io` if there is neither a preset nor a path of this name: the message names the
+    /// nearest presets, or how to download a model id of the hub. Otherwise as [`AttentionSpec::from_config_file`] and
     /// [`Checkpoint::open`].
     pub fn open(argument: &str) -> Result<Self> {
         if argument.trim().is_empty() {
@@ -33,7 +35,8 @@ impl ModelSource {
             }
             return Ok(Self::Config(Box::new(spec)));
         }
-        let path = Path::new(argument);
+        let place = local_path(argument);
+        let path = place.as_path();
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 Err(Error::io(path, "open", std::io::Error::new(ErrorKind::NotFound, unknown(argument))))
@@ -42,40 +45,55 @@ impl ModelSource {
             Ok(metadata) if metadata.is_file() && path.extension().is_some_and(|e| e == "json") => {
                 AttentionSpec::from_config_file(path).map(|spec| Self::Config(Box::new(spec)))
             }
-            Ok(_) => Checkpoint::open(path).map(|checkpoint| Self::Checkpoint(Box::new(checkpoint))),
+            Ok(_) => {
+                let mut checkpoint = Checkpoint::open(path)?;
+                if path != Path::new(argument) {
+                    // The folder's own name is a hash.
+                    checkpoint.set_name(argument);
+                }
+                let (files, layers) = (checkpoint.files().len(), checkpoint.spec().layers.len());
+                tracing::info!(files, layers, "opened {}", path.display());
+                Ok(Self::Checkpoint(Box::new(checkpoint)))
+            }
         }
     }
+}
+
+/// The path that a model argument stands for: the folder in the Hugging Face cache where it is the id of a model that was
+/// downloaded (`owner/name`) and no path, and otherwise the argument itself. Nothing is downloaded.
+pub fn local_path(argument: &str) -> PathBuf {
+    let path = PathBuf::from(argument);
+    if hub::name(argument).is_none() || path.exists() {
+        return path;
+    }
+    hub::cache().and_then(|cache| hub::snapshot(&cache, argument)).unwrap_or(path)
 }
 
 /// What a name without a preset or path may have meant.
 fn unknown(argument: &str) -> String {
-    let hub_id = hub_name(argument);
-    let near = nearest(hub_id.unwrap_or(argument), preset_names());
     let known = preset_names().collect::<Vec<_>>().join(", ");
-    match (hub_id, near.is_empty()) {
-        (Some(name), empty) => {
-            let presets = if empty { String::new() } else { format!("; presets of its config: {}", near.join(", ")) };
-            format!(
-                "no such path. It looks like a model id of the Hugging Face hub, which has to be downloaded first: \
-                 `hf download {argument} --local-dir {name}`, then pass the folder {name}{presets}"
-            )
-        }
-        (None, true) => format!("no such path or preset; the presets are {known}"),
-        (None, false) => {
-            format!("no such path or preset; nearest: {}; the presets are {known}", near.join(", "))
-        }
+    if let Some(name) = hub::name(argument) {
+        let same: Vec<&str> = preset_names().filter(|preset| is_of_config(preset, name)).collect();
+        let presets =
+            if same.is_empty() { String::new() } else { format!("; preset of its config: {}", same.join(", ")) };
+        let place = hub::cache().map_or_else(|| "HF_HOME is not set".to_owned(), |cache| cache.display().to_string());
+        return format!(
+            "no such path. It looks like a model id of the Hugging Face hub and is not in its cache ({place}): download it with \
+             `hf download {argument}`{presets}"
+        );
+    }
+    let near = nearest(argument, preset_names());
+    match near.is_empty() {
+        true => format!("no such path or preset; the presets are {known}"),
+        false => format!("no such path or preset; nearest: {}; the presets are {known}", near.join(", ")),
     }
 }
 
-/// The model's part of `owner/name`, if the argument can be that.
-fn hub_name(argument: &str) -> Option<&str> {
-    let (owner, name) = argument.split_once('/')?;
-    let plain = |part: &str| {
-        part.starts_with(|c: char| c.is_ascii_alphanumeric())
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-    };
-    let file = [".json", ".safetensors", ".gguf", ".bin"].iter().any(|ending| name.ends_with(ending));
-    (plain(owner) && plain(name) && !file).then_some(name)
+/// Whether a preset describes models of this name: each word of it, its size among them, is one of the name.
+fn is_of_config(preset: &str, name: &str) -> bool {
+    let name = name.to_lowercase();
+    let words: Vec<&str> = name.split(['-', '_']).collect();
+    preset.split('-').all(|word| words.contains(&word))
 }
 
 #[cfg(test)]
@@ -91,10 +109,8 @@ mod tests {
     }
 
     #[test]
-    fn a_hub_id_is_an_owner_and_a_name() {
-        assert_eq!(hub_name("mistralai/Mistral-7B-v0.1"), Some("Mistral-7B-v0.1"));
-        for path in ["mistral-7b", "./models/x", "/models/x", "models/x/y", "models/config.json", "models/", "../x"] {
-            assert_eq!(hub_name(path), None, "{path}");
-        }
+    fn a_preset_of_another_size_is_not_of_the_config() {
+        assert!(is_of_config("qwen2.5-7b", "Qwen2.5-7B-Instruct") && is_of_config("llama-3.1-8b", "Meta-Llama-3.1-8B"));
+        assert!(!is_of_config("qwen2.5-7b", "Qwen2.5-0.5B") && !is_of_config("mistral-7b", "Mixtral-8x7B-v0.1"));
     }
 }

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 /// One vector c per KV head that is subtracted from keys, and one vector m that is subtracted from values.
 ///
 /// Softmax does not see c, since it shifts all logits of a row by `tau q . c`, and m comes back as `O = O' + m`: both are exact
-/// for any c and m. They apply after everything that a model does to k and v (bias, norm, rotation), in one multiply-add with
-/// the scale: `e4m3(k / s - c / s)`. The parts of a sequence that are merged, and everybody who reads a cache, need one center.
+/// for any c and m. They apply after everything that a model does to k and v (bias, norm, rotation), in f32, in front of the
+/// scale: `e4m3((k - c) / s)`. The parts of a sequence that are merged, and everybody who reads a cache, need one center.
 ///
 /// Elements are BF16 values, so that an engine that subtracts in 16 bits takes the same.
 ///

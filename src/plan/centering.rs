@@ -63,6 +63,19 @@ impl CenterPolicy {
         Ok(())
     }
 
+    /// The same where there are weights and no tokens.
+    ///
+    /// # Errors
+    /// As [`CenterPolicy::check`], and for [`CenterSource::Mean`].
+    pub fn check_for_weights(&self) -> Result<()> {
+        if [self.k, self.v].contains(&CenterSource::Mean) {
+            return Err(Error::argument(
+                "a center from means needs tokens, and here are weights alone: use weights or minimax",
+            ));
+        }
+        self.check()
+    }
+
     /// Where c of a layer comes from. Nowhere without rotation, which leaves a bias invisible to softmax and small, and nowhere
     /// with a soft-cap or sinks, which need each row's shift.
     pub fn keys(&self, spec: &AttentionSpec, layer: &LayerSpec) -> CenterSource {

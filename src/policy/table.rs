@@ -123,6 +123,17 @@ impl PolicyConfig {
             Self::DelayedPaper(_) | Self::DelayedTe(_) | Self::Current(_) => {}
         }
     }
+
+    /// Sets whether heads have scales of their own.
+    pub fn set_granularity(&mut self, granularity: Granularity) {
+        *match self {
+            Self::Geometry(config) | Self::GeometryCStar(config) => &mut config.granularity,
+            Self::AutoC(config) => &mut config.granularity,
+            Self::DelayedPaper(config) => &mut config.granularity,
+            Self::DelayedTe(config) => &mut config.granularity,
+            Self::Current(config) => &mut config.granularity,
+        } = granularity;
+    }
 }
 
 /// Parameters of the policies that only read the weights.

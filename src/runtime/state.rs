@@ -4,13 +4,13 @@ use super::means::RunningMeans;
 use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::file::fnv1a;
-use crate::model::AttentionSpec;
+use crate::model::{AttentionSpec, read_capped};
 use crate::plan::{CenterPolicy, ScalePlan};
 use crate::policy::PolicyState;
-use crate::spectral::{Estimator, PowerState};
+use crate::spectral::{Estimator, Iterations, PowerEstimate, PowerState};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::Path;
 
 /// Version of the state and its file; any other is refused.
@@ -36,10 +36,12 @@ pub struct RuntimeState {
     pub tail: Tail,
     /// Where the norms come from.
     pub estimator: Estimator,
+    /// Iterations of a step.
+    pub iterations: Iterations,
     /// Centers of keys and values.
     #[serde(default = "no_centers")]
     pub centers: CenterPolicy,
-    /// Singular vectors, with [`Estimator::Power`].
+    /// Singular vectors, where norms are estimated.
     pub power: Option<PowerState>,
     /// What the policy knows.
     pub policy: PolicyState,
@@ -61,6 +63,8 @@ pub struct LayerState {
     /// What keys and values have been on average.
     #[serde(default)]
     pub means: RunningMeans,
+    /// How far the power iteration of each query head has come.
+    pub estimates: Vec<PowerEstimate>,
 }
 
 fn no_centers() -> CenterPolicy {
@@ -95,16 +99,7 @@ impl RuntimeState {
     /// `is_io` if the file cannot be read; `is_format` if it is foreign, truncated or damaged; `is_mismatch` if it is of
     /// another version. [`Runtime::resume`](super::Runtime::resume) checks that it belongs to the model and policy.
     pub fn read(path: &Path) -> Result<Self> {
-        let read = || -> io::Result<Vec<u8>> {
-            let file = File::open(path)?;
-            let mut bytes = Vec::new();
-            file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
-            Ok(bytes)
-        };
-        let bytes = read().map_err(|error| Error::io(path, "read the state", error))?;
-        if bytes.len() as u64 > MAX_FILE {
-            return Err(Error::format(path, format_args!("a state has at most {MAX_FILE} bytes")));
-        }
+        let bytes = read_capped(path, MAX_FILE, "a state")?;
         Self::decode(path, &bytes)
     }
 

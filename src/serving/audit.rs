@@ -4,6 +4,7 @@ use super::engine::{Engine, Operand, quoted};
 use super::options::Serving;
 use crate::named;
 use serde::Serialize;
+use std::fmt;
 
 named! {
     /// What is said of a scale.
@@ -140,6 +141,24 @@ impl Outcome {
     }
 }
 
+/// Something to do about a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// What.
+    pub what: String,
+    /// The command that does it, for a shell; none where it is for people.
+    pub command: Option<String>,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.command {
+            Some(command) => write!(f, "{}: {command}", self.what),
+            None => f.write_str(&self.what),
+        }
+    }
+}
+
 /// What one engine would do with a checkpoint.
 #[derive(Clone, Debug, Serialize)]
 pub struct Audit {
@@ -177,9 +196,19 @@ impl Audit {
         faults
     }
 
-    /// What to do about what is not safe, a command or a sentence each; empty where nothing is to do.
-    pub fn mend(&self, folder: &str) -> Vec<String> {
-        let mut lines = Vec::new();
+    /// The command that comes next: the first that mends something, or that which serves a checkpoint that is safe.
+    pub fn next(&self, folder: &str) -> Option<String> {
+        match self.outcome {
+            Outcome::Safe => Some(self.engine.command(folder, &self.serving)),
+            _ => self.mend(folder).into_iter().find_map(|step| step.command),
+        }
+    }
+
+    /// What to do about what is not safe; empty where nothing is to do.
+    pub fn mend(&self, folder: &str) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let step = |what: &str, command: String| Step { what: what.to_owned(), command: Some(command) };
+        let say = |what: String| Step { what, command: None };
         let faults = self.faults();
         let description = self.engine.description();
         let read =
@@ -189,7 +218,7 @@ impl Audit {
         let can_export = matches!(self.engine, Engine::Vllm | Engine::Sglang);
         if can_export && faults.iter().any(|(_, letter, entry)| read(*letter) && stored(entry)) {
             exported = true;
-            lines.push(format!("write scales that cover the weights: {}", self.export(folder)));
+            steps.push(step("write scales that cover the weights", self.export(folder)));
         }
         let mut above: Vec<usize> = faults
             .iter()
@@ -205,18 +234,16 @@ impl Audit {
             if description.skips_layers {
                 let mut serving = self.serving.clone();
                 serving.skip.numbers.extend(above);
-                lines.push(format!(
-                    "keep the layers whose bounds pass 1.0 in the model's type: {}",
-                    self.engine.command(folder, &serving)
-                ));
+                let command = self.engine.command(folder, &serving);
+                steps.push(step("keep the layers whose bounds pass 1.0 in the model's type", command));
             } else {
-                lines
-                    .push("serve with a cache in the model's type: leave the option that asks for FP8 away".to_owned());
+                let what = "serve with a cache in the model's type: leave the option that asks for FP8 away";
+                steps.push(say(what.to_owned()));
             }
         }
         for unjudged in &self.unjudged {
             let what = &unjudged.what;
-            lines.push(if what == "config.json" {
+            steps.push(say(if what == "config.json" {
                 "config.json: take the settings of the tool that wrote the weights, without its cache, and export".to_owned()
             } else if unjudged.why.contains("adapter") {
                 format!("{what}: merge it into the weights, or move it away, and verify again")
@@ -225,9 +252,9 @@ impl Audit {
                     "{what}: serve without it (no speculative decoding with a draft from this folder), or remove it; `--allow \
                      unknown` accepts it"
                 )
-            });
+            }));
         }
-        lines
+        steps
     }
 
     fn export(&self, folder: &str) -> String {

@@ -43,16 +43,19 @@ const PROJECTIONS: &[&str] = &[
 ];
 
 /// Whether a name ends in a scale of an operand of attention or of a cache, whoever reads it. Scales of stored weights and of
-/// projections' inputs are none.
+/// projections' inputs are not.
 pub(super) fn is_scale(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
     let mut parts = name.rsplit('.');
     let last = parts.next().unwrap_or_default().trim_start_matches('_');
     let before = parts.next().unwrap_or_default();
     let Some(stem) = without_scale(last) else { return false };
     if stem.is_empty() {
-        // `k_proj.scale`, `k_cache.scale`, `q.scale`, `attn.scale`.
-        let module = before.strip_suffix("_cache").unwrap_or(before);
-        return OPERANDS.contains(&module) || PROJECTIONS.contains(&before) || is_attention(before);
+        // `k_proj.scale`, `k_cache.scale`, `k_bmm_quantizer.amax`, `q.scale`, `attn.scale`.
+        let words = || before.split('_');
+        let other = ["norm", "layernorm", "weight", "input"].iter().any(|word| words().any(|own| own == *word));
+        return !other
+            && (words().any(|word| OPERANDS.contains(&word)) || PROJECTIONS.contains(&before) || is_attention(before));
     }
     if stem == "output" || stem == "prob_output" {
         return OPERANDS.contains(&before) || PROJECTIONS.contains(&before) || is_attention(before);
@@ -66,7 +69,8 @@ pub(super) fn is_scale(name: &str) -> bool {
 
 /// The last part of a name without the word that makes it a scale.
 fn without_scale(last: &str) -> Option<&str> {
-    let last = last.trim_end_matches(|c: char| c.is_ascii_digit() || c == '_');
+    // Whatever stands behind the word: `_1`, a space, an invisible character.
+    let last = last.trim_end_matches(|c: char| !c.is_ascii_alphabetic());
     for end in ["scale_inv", "scaling_factor", "scales", "scale", "descale", "zero_point", "amax"] {
         if let Some(stem) = last.strip_suffix(end) {
             return Some(stem.trim_end_matches("de").trim_end_matches('_'));
@@ -96,7 +100,7 @@ pub(super) fn is_adapter(name: &str) -> bool {
     })
 }
 
-/// Files of an adapter in a folder: loaders of training tools and transformers apply them to the model beside them.
+/// Files of an adapter in a folder: loaders of training tools and transformers apply them to the model next to them.
 pub(super) fn adapter_files(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -120,7 +124,7 @@ pub(super) struct Unread<'a> {
     /// Stems of what the bounds read.
     read: HashSet<String>,
     modules: &'a [String],
-    /// Whether the model has other parts beside the text model.
+    /// Whether the model has other parts besides the text model.
     wrapped: bool,
 }
 
@@ -135,7 +139,7 @@ impl<'a> Unread<'a> {
         Self { spec, layers, read, modules, wrapped }
     }
 
-    /// Why a tensor is attention that was not judged; none where it was, or is none.
+    /// Why a tensor of attention was not judged; `None` where it was, or where it is not of attention.
     pub fn reason(&self, name: &str) -> Option<String> {
         let (stem, kind) = name.rsplit_once('.')?;
         let parts: Vec<&str> = stem.split('.').collect();
@@ -144,7 +148,11 @@ impl<'a> Unread<'a> {
         let norm =
             ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm"].contains(&last);
         let data = kind == "bias" || kind.starts_with("weight") || kind.starts_with("qweight");
-        if !data || self.read.contains(stem) {
+        if self.read.contains(stem) {
+            let changes = ["pre_quant_scale", "weight_packed", "qweight"].contains(&kind);
+            return changes.then(|| "changes what a projection reads or is, which the bounds do not count".to_owned());
+        }
+        if !data {
             return None;
         }
         // The selection of keys has a cache of its own, with scales that are computed; a state is no cache of keys.
@@ -199,7 +207,7 @@ impl<'a> Unread<'a> {
         let keys = ["k_proj", "v_proj", "k_norm", "qkv_proj"].contains(&last);
         // Its keys and values are another layer's.
         let shared = layer.kv_source.is_some() && keys;
-        // What makes a latent stands in front of a norm.
+        // The projection to a latent precedes a norm.
         let latent = layer.mla.is_some() && ["q_a_proj", "fused_qkv_a_proj_with_mqa"].contains(&last);
         if shared || latent || !(projection || norm) {
             return None;
@@ -208,7 +216,7 @@ impl<'a> Unread<'a> {
         Some(format!("{what} of layer {} that the config does not list", layer.number))
     }
 
-    /// Whether a name belongs to an encoder of images or sound beside a text model: it keeps no cache, and engines do not cast it.
+    /// Whether a name belongs to an encoder of images or sound next to a text model: it keeps no cache, and engines do not cast it.
     fn is_encoder(&self, parts: &[&str]) -> bool {
         const TOWERS: &[&str] = &[
             "vision_tower",

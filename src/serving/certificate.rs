@@ -1,12 +1,12 @@
-//! What an export certifies: the scale or the 1.0 that an engine casts with, beside what the weights need.
+//! What an export certifies: the scale or the 1.0 that an engine casts with, compared with what the weights need.
 
 use super::audit::Unjudged;
 use super::engine::{Engine, Operand};
 use super::options::Serving;
 use super::scales::LayerScales;
 use crate::error::{Error, Result};
-use crate::model::AttentionSpec;
-use crate::plan::{CenterPolicy, OperandDescales, ScalePlan, center_hash};
+use crate::model::{AttentionSpec, Checkpoint, require_attention_module};
+use crate::plan::{CenterPolicy, CenteredLayer, OperandDescales, ScalePlan, center_hash};
 use crate::scale::Descale;
 use serde::Serialize;
 
@@ -44,7 +44,7 @@ impl Reads {
     }
 }
 
-/// What an engine casts with, beside what the weights need.
+/// What an engine casts with, compared with what the weights need.
 #[derive(Clone, Debug, Serialize)]
 pub struct Certificate {
     /// Version that made it.
@@ -105,15 +105,48 @@ pub struct LayerCenters {
 }
 
 impl CenterCertificate {
-    fn new(layers: &[LayerScales]) -> Result<Option<Self>> {
-        let centered = || layers.iter().filter_map(|layer| Some((layer, layer.centered.as_ref()?)));
-        let hash = center_hash(&centered().map(|(_, own)| own.center.clone()).collect::<Vec<_>>());
-        let layers = centered().map(|(layer, own)| {
+    /// The centers that a policy gives the layers of a checkpoint, beside no export; `None` where nothing is subtracted. `each` is
+    /// called after each layer, and stops the work by an error.
+    ///
+    /// # Errors
+    /// `is_argument` for a center from means, which needs tokens; otherwise as [`Checkpoint::layer`] and [`CenteredLayer::of_weights`].
+    pub fn of_checkpoint(
+        checkpoint: &Checkpoint,
+        policy: &CenterPolicy,
+        each: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Self>> {
+        policy.check_for_weights()?;
+        let spec = checkpoint.spec();
+        let mut layers = Vec::new();
+        for (index, own) in spec.layers.iter().enumerate() {
+            each()?;
+            let Some((_, centered)) = CenteredLayer::of_weights(spec, checkpoint.layer(index)?, policy)? else {
+                continue;
+            };
+            if !centered.center.is_none() {
+                layers.push((own.number, require_attention_module(&spec.family, &spec.prefix, own.number)?, centered));
+            }
+        }
+        Self::new(*policy, layers.iter().map(|(number, module, own)| (*number, module.as_str(), own)))
+    }
+
+    /// Of the scales of an export, which have centers of its policy.
+    fn of_scales(layers: &[LayerScales]) -> Result<Option<Self>> {
+        let centered = layers.iter().filter_map(|layer| layer.centered.as_ref().map(|own| (layer, own)));
+        Self::new(CenterPolicy::CACHE, centered.map(|(layer, own)| (layer.layer, layer.module.as_str(), own)))
+    }
+
+    fn new<'a>(
+        policy: CenterPolicy,
+        layers: impl Iterator<Item = (usize, &'a str, &'a CenteredLayer)> + Clone,
+    ) -> Result<Option<Self>> {
+        let hash = center_hash(&layers.clone().map(|(.., own)| own.center.clone()).collect::<Vec<_>>());
+        let layers = layers.map(|(layer, module, own)| {
             let up = |row: &[Descale]| row.iter().map(|scale| scale.up_to_bf16()).collect::<Result<Vec<_>>>();
-            let within = |error: Error| error.within(&layer.module);
+            let within = |error: Error| error.within(module);
             Ok(LayerCenters {
-                layer: layer.layer,
-                module: layer.module.clone(),
+                layer,
+                module: module.to_owned(),
                 k: own.center.k.clone(),
                 v: own.center.v.clone(),
                 k_scale: up(&own.k_descale).map_err(within)?,
@@ -122,7 +155,7 @@ impl CenterCertificate {
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
-        Ok((!layers.is_empty()).then_some(Self { policy: CenterPolicy::CACHE, hash, layers }))
+        Ok((!layers.is_empty()).then_some(Self { policy, hash, layers }))
     }
 }
 
@@ -201,7 +234,7 @@ impl Certificate {
             serving: options.serving.clone(),
             notes: [notes(&rows, options, reads), prefill_notes(layers)].concat(),
             unjudged,
-            centers: CenterCertificate::new(layers)?,
+            centers: CenterCertificate::of_scales(layers)?,
             layers: rows,
         })
     }

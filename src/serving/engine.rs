@@ -65,7 +65,8 @@ impl Engine {
                 } else {
                     format!(" --kv-cache-dtype-skip-layers {}", serving.skip)
                 };
-                format!("vllm serve {folder} --kv-cache-dtype fp8{}{skip}", context("--max-model-len"))
+                let kv = serving.kv.name();
+                format!("vllm serve {folder} --kv-cache-dtype {kv}{}{skip}", context("--max-model-len"))
             }
             Self::Sglang => {
                 let context = context("--context-length");

@@ -176,7 +176,7 @@ fn reads(
     if !method.is_plain() {
         let key = method.key();
         match description.methods.iter().find(|(word, _)| *word == key) {
-            None => return unknown(format_args!("whether scales are loaded beside weights stored as `{key}`")),
+            None => return unknown(format_args!("whether scales are loaded next to weights stored as `{key}`")),
             Some((_, Carries::Never(why))) => return none(why),
             Some((_, Carries::NotExcluded)) => {
                 let excluded = |module: &&String| config.quark_excludes(&format!("{module}.attn")) != Some(false);
@@ -199,7 +199,7 @@ fn layers(options: &ExportOptions, spec: &AttentionSpec, needs: &[Need]) -> Resu
     let own = |need: &Need| {
         options.engine.needed(need).cloned().ok_or_else(|| {
             Error::unsupported(format_args!(
-                "{}: {} requantizes its FP8 weights of q, k and v, and behind a norm with a shift they have no bound",
+                "{}: {} requantizes its FP8 weights of q, k and v, and after a norm with a shift they have no bound",
                 need.stored.module, options.engine
             ))
         })

@@ -57,7 +57,7 @@ fn bring_below(
         let metadata = std::fs::metadata(&source).map_err(|e| Error::io(&source, "open", e))?;
         if metadata.is_dir() {
             std::fs::create_dir(&target).map_err(|e| Error::io(&target, "create", e))?;
-            // What is skipped stands at the top.
+            // What is skipped is at the top level.
             bring_below(above, &source, &target, copy, &|_| false, moved)?;
         } else if metadata.is_file() {
             bring_file(&source, &target, copy || metadata.len() < LINK_FROM, moved)?;

@@ -24,13 +24,13 @@ mod stream;
 mod unjudged;
 mod verify;
 
-pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
+pub use audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Step, Unjudged};
 pub use certificate::{
     CenterCertificate, Certificate, ExportOptions, LayerCenters, LayerCertificate, OperandCertificate,
 };
 pub use engine::{Engine, Operand};
 pub use export::{Export, SCALES_FILE, export};
-pub use options::{Serving, SkipLayers};
+pub use options::{KvFormat, Serving, SkipLayers};
 pub use scales::LayerScales;
 pub use stream::{Refit, ScaleStream, refit};
 pub use verify::verify;

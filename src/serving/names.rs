@@ -43,7 +43,7 @@ impl ScaleNames {
         }
     }
 
-    /// Whether a tensor belongs to the scales of the model's attention: one of them, or a zero point beside it.
+    /// Whether a tensor belongs to the scales of the model's attention: one of them, or a zero point next to it.
     pub fn is_scale(&self, name: &str) -> bool {
         self.inside(name).is_some() && census::is_scale(name)
     }

@@ -10,7 +10,7 @@
 //! `b / 16 + sqrt(d) ||g|| s' / 1024` with the gain g of the norm, times what multiplies the operand afterwards.
 
 use super::engine::{Engine, Operand};
-use super::options::{Serving, SkipLayers};
+use super::options::{KvFormat, Serving, SkipLayers};
 use super::scales::LayerScales;
 use super::settings::Settings;
 use crate::error::Result;
@@ -169,7 +169,7 @@ impl Engine {
     pub(super) fn serving(self, serving: &Serving) -> Serving {
         let mut own = serving.clone();
         if !self.description().skips_layers {
-            own.skip = SkipLayers::default();
+            (own.skip, own.kv) = (SkipLayers::default(), KvFormat::default());
         }
         own
     }

@@ -1,10 +1,35 @@
 //! What a server is started with, as far as scales depend on it.
 
 use crate::error::{Error, Result};
+use super::engine::Operand;
 use crate::model::{AttentionSpec, LayerSpec};
+use crate::named;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt;
+
+named! {
+    /// The type of the cache, as vLLM's `--kv-cache-dtype` takes it.
+    pub enum KvFormat is "cache type" default Fp8 {
+        /// E4M3 with one scale: holds 448 times the scale.
+        Fp8 = "fp8",
+        /// E2M1 with an E4M3 scale for 16 values and one above them: holds 6 x 448 times the scale. Not q, which stays in E4M3.
+        Nvfp4 = "nvfp4",
+        /// The same, where the largest value of a block may be 4: holds 4 x 448 times the scale.
+        Nvfp4FourOverSix = "nvfp4_4over6",
+    }
+}
+
+impl KvFormat {
+    /// How many times more a scale holds of k and v than one of E4M3.
+    pub(super) fn reach(self, operand: Operand) -> f32 {
+        match (self, operand) {
+            (Self::Fp8, _) | (_, Operand::Q) => 1.0,
+            (Self::Nvfp4, _) => 6.0,
+            (Self::Nvfp4FourOverSix, _) => 4.0,
+        }
+    }
+}
 
 /// Options of the server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -13,6 +38,8 @@ pub struct Serving {
     pub context: Option<usize>,
     /// Layers that are kept out of the FP8 cache.
     pub skip: SkipLayers,
+    /// The type of the cache.
+    pub kv: KvFormat,
 }
 
 impl Serving {
@@ -21,6 +48,14 @@ impl Serving {
         if !self.skip.is_empty() && !skips {
             return Err(Error::argument(
                 "only vLLM keeps layers out of an FP8 cache: skip layers with the engine vllm",
+            ));
+        }
+        if self.kv != KvFormat::Fp8 && !skips {
+            return Err(Error::argument("only vLLM has a cache in NVFP4: audit it with the engine vllm"));
+        }
+        if self.kv != KvFormat::Fp8 && spec.has_mla() {
+            return Err(Error::unsupported(
+                "caches of latent attention (MLA) in NVFP4 have no scale of a checkpoint: audit the cache type fp8",
             ));
         }
         if self.context == Some(0) {

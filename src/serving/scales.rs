@@ -1,11 +1,11 @@
 //! The scales of a layer, and the file that holds them.
 
 use super::engine::{Engine, Operand};
-use crate::bound::{LayerBounds, MlaBounds};
+use crate::bound::{LayerBounds, LayerRanges, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, NormKind, require_attention_module};
-use crate::plan::{CenterPolicy, CenteredLayer, Granularity, OperandDescales, ScalePlan};
+use crate::plan::{Center, CenterPolicy, CenteredLayer, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use safetensors::tensor::{Dtype, TensorView};
 use serde::Serialize;
@@ -45,6 +45,22 @@ impl LayerScales {
     /// # Errors
     /// As [`LayerGeometry::new`], [`LayerBounds::operands`] and [`CenteredLayer::new`]; with latent attention as [`MlaBounds::operands`].
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
+        Self::of(spec, weights, |bounds, ranges| CenteredLayer::new(spec, bounds, ranges, &CenterPolicy::CACHE))
+    }
+
+    /// The same with a center that does not follow the weights, since entries of a cache have it.
+    ///
+    /// # Errors
+    /// As [`LayerScales::new`] and [`CenteredLayer::with`].
+    pub fn with_center(spec: &AttentionSpec, weights: LayerWeights<'_>, center: Center) -> Result<Self> {
+        Self::of(spec, weights, |bounds, ranges| CenteredLayer::with(center, bounds, ranges))
+    }
+
+    fn of(
+        spec: &AttentionSpec,
+        weights: LayerWeights<'_>,
+        center: impl FnOnce(&LayerBounds, &LayerRanges) -> Result<CenteredLayer>,
+    ) -> Result<Self> {
         let index = weights.layer;
         let own = spec.layer(index)?;
         let module = require_attention_module(&spec.family, &spec.prefix, own.number)?;
@@ -68,7 +84,7 @@ impl LayerScales {
             });
         }
         let (bounds, ranges) = LayerBounds::operands_and_ranges(spec, &LayerGeometry::new(spec, weights)?)?;
-        let centered = CenteredLayer::new(spec, &bounds, &ranges, &CenterPolicy::CACHE).map_err(within)?;
+        let centered = center(&bounds, &ranges).map_err(within)?;
         let centered = Some(centered).filter(|layer| !layer.center.is_none());
         let OperandDescales { q, k, v, .. } = descales(&bounds)?;
         Ok(Self { layer, module, q, k, v, expanded: None, centered, n_q_heads })
@@ -117,7 +133,7 @@ impl LayerScales {
         }
     }
 
-    /// What is stored for an operand: the largest of the heads, or with `per_head` one entry a head (q: a query head), rounded up
+    /// What is stored for an operand: the largest of the heads, or with `per_head` one entry per head (q: a query head), rounded up
     /// to BF16, and above 1.0 where that would be it.
     ///
     /// # Errors

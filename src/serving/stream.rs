@@ -1,12 +1,17 @@
 //! Scales of weights that arrive tensor by tensor, and what becomes of a cache when the weights change.
 
+use super::census::is_adapter;
 use super::scales::LayerScales;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerStream};
+use crate::plan::Center;
 use crate::scale::Descale;
 use safetensors::Dtype;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+
+/// Names in a message.
+const NAMED: usize = 3;
 
 /// Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete, the same bits as a
 /// calibration of the whole.
@@ -31,6 +36,10 @@ pub struct ScaleStream {
     stream: LayerStream,
     /// Layers that are complete on a device and whose descales were not given yet.
     due: BTreeSet<usize>,
+    /// The first names of this pass that look like a tensor that layers wait for, and are none.
+    strange: Vec<String>,
+    /// Centers that do not follow the weights, by layer.
+    centers: BTreeMap<usize, Center>,
 }
 
 impl ScaleStream {
@@ -39,7 +48,12 @@ impl ScaleStream {
     /// # Errors
     /// As [`LayerStream::new`].
     pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
-        Ok(Self { stream: LayerStream::new(config, file, names)?, due: BTreeSet::new() })
+        Ok(Self {
+            stream: LayerStream::new(config, file, names)?,
+            due: BTreeSet::new(),
+            strange: vec![],
+            centers: BTreeMap::new(),
+        })
     }
 
     /// The stream of one tensor-parallel rank: see [`LayerStream::of_rank`].
@@ -50,14 +64,47 @@ impl ScaleStream {
         Ok(Self { stream: self.stream.of_rank(ranks)?, ..self })
     }
 
+    /// Keeps these centers whatever the weights are: those that entries of a cache have. The scales of `k - c` follow the weights.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer. A center of another shape is found when its layer is complete.
+    pub fn keep_centers(&mut self, centers: Vec<Center>) -> Result<()> {
+        for center in centers {
+            self.spec().layer(center.layer)?;
+            self.centers.insert(center.layer, center);
+        }
+        Ok(())
+    }
+
     /// What the attention is.
     pub fn spec(&self) -> &AttentionSpec {
         self.stream.spec()
     }
 
-    /// Whether attention reads a tensor of this name: others need not be pushed.
-    pub fn wants(&self, name: &str) -> bool {
-        self.stream.wants(name)
+    /// Whether a tensor of this name has to be pushed, since attention reads it, or since it is refused. The names of others are
+    /// remembered for the message of a pass that ends without its tensors.
+    pub fn wants(&mut self, name: &str) -> bool {
+        let wanted = self.stream.wants(name) || self.changes_attention(name);
+        if !wanted && self.strange.len() < NAMED && self.stream.resembles(name) {
+            self.strange.push(name.to_owned());
+        }
+        wanted
+    }
+
+    /// Whether a tensor is of an adapter that changes attention where it is applied.
+    fn changes_attention(&self, name: &str) -> bool {
+        let inputs = ["prompt_encoder", "prompt_embeddings"];
+        is_adapter(name) && (inputs.iter().any(|part| name.contains(part)) || self.stream.resembles(name))
+    }
+
+    fn check_name(&self, name: &str) -> Result<()> {
+        if !self.changes_attention(name) {
+            return Ok(());
+        }
+        Err(Error::unsupported(format_args!(
+            "tensor `{name}` is of an adapter, which changes attention where it is applied: merge it, and pass the merged \
+             weights under the names of the model"
+        )))
     }
 
     /// Where the tensors of an attention layer are, for a caller that gathers them from a loaded model: see [`LayerStream`].
@@ -68,11 +115,19 @@ impl ScaleStream {
     /// Takes a tensor and gives the scales of the layers that it completes. Tensors that attention does not read are ignored.
     ///
     /// # Errors
-    /// As [`LayerStream::push`] and [`LayerScales::new`].
+    /// `is_unsupported` for a tensor of an adapter that changes attention; as [`LayerStream::push`] and [`LayerScales::new`].
     pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<LayerScales>> {
+        self.check_name(name)?;
         let mut done = Vec::new();
+        if !self.wants(name) {
+            return Ok(done);
+        }
         for layer in self.stream.push(name, dtype, shape, bytes)? {
-            done.push(LayerScales::new(self.stream.spec(), self.stream.layer(layer)?)?);
+            let (spec, weights) = (self.stream.spec(), self.stream.layer(layer)?);
+            done.push(match self.centers.get(&layer) {
+                Some(center) => LayerScales::with_center(spec, weights, center.clone())?,
+                None => LayerScales::new(spec, weights)?,
+            });
             self.stream.release(layer);
         }
         Ok(done)
@@ -83,8 +138,12 @@ impl ScaleStream {
     /// ends.
     ///
     /// # Errors
-    /// As [`LayerStream::note`].
+    /// As [`ScaleStream::push`].
     pub fn note(&mut self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<Vec<usize>> {
+        self.check_name(name)?;
+        if !self.wants(name) {
+            return Ok(vec![]);
+        }
         let done = self.stream.note(name, dtype, shape)?;
         done.iter().for_each(|layer| self.stream.release(*layer));
         self.due.extend(&done);
@@ -121,15 +180,16 @@ impl ScaleStream {
     pub fn finish(&mut self, part: bool) -> Result<()> {
         let missing = self.stream.missing(part);
         if !missing.is_empty() {
-            let first: Vec<&str> = missing.iter().take(3).map(String::as_str).collect();
+            let first: Vec<&str> = missing.iter().take(NAMED).map(String::as_str).collect();
             return Err(Error::mismatch(format_args!(
-                "{} tensors are missing, among them {}",
+                "{} tensors are missing, among them {}{}",
                 missing.len(),
-                first.join(", ")
+                first.join(", "),
+                self.instead()
             )));
         }
         if !self.stream.started() {
-            return Err(Error::mismatch("no tensor of an attention layer was passed"));
+            return Err(Error::mismatch(format_args!("no tensor of an attention layer was passed{}", self.instead())));
         }
         if let Some(layer) = self.due.first() {
             return Err(Error::argument(format_args!(
@@ -140,8 +200,17 @@ impl ScaleStream {
         Ok(())
     }
 
+    /// What came in place of what is missing.
+    fn instead(&self) -> String {
+        match self.strange.as_slice() {
+            [] => String::new(),
+            names => format!("; {} came, which this model does not read: pass the names of its checkpoint", names.join(", ")),
+        }
+    }
+
     /// Drops what a pass has taken so far, and begins the next.
     pub fn restart(&mut self) {
+        self.strange.clear();
         self.due.clear();
         self.stream.reset();
     }

@@ -1,4 +1,4 @@
-//! Which scales each engine would use, beside those that the weights need.
+//! Which scales each engine would use, compared with those that the weights need.
 //!
 //! Safe is said only where everything that decides was seen. Every tensor that looks like a scale of attention, every weight of
 //! attention and every file of an adapter is told apart ([`super::census`]); what an engine makes of a stored name follows from
@@ -259,7 +259,7 @@ impl<'a> Case<'a> {
         if !matches!(self.loads, Some(Loads::Nothing(_))) {
             notes.extend(self.engine.description().without.map(|why| format!("{why}.")));
         }
-        notes.extend(self.partly.map(|why| format!("{why}: each scale is judged beside 1.0.")));
+        notes.extend(self.partly.map(|why| format!("{why}: each scale is judged compared with 1.0.")));
         let engine = self.engine;
         let factors = self.found.factor_files.iter();
         notes.extend(
@@ -356,13 +356,15 @@ impl<'a> Case<'a> {
             |why: &str| vec![AuditEntry::new(first.unwrap_or(1.0), None, ScaleVerdict::Unknown, first, why.to_owned())];
         let Some(needed) = self.engine.needed(need) else {
             return unbounded(
-                "the engine requantizes the FP8 weights of q, k and v, and behind a norm with a shift they have no bound",
+                "the engine requantizes the FP8 weights of q, k and v, and after a norm with a shift they have no bound",
             );
         };
         let Some(row) = needed.row(operand) else {
             return unbounded("there is no norm before its projection, so it has no bound");
         };
-        let largest = ScalePlan::per_tensor(row).get();
+        let reach = self.serving.kv.reach(operand);
+        let held = |scale: f32| if reach == 1.0 { scale } else { (scale / reach).next_up() };
+        let largest = held(ScalePlan::per_tensor(row).get());
         let at_one = |verdict, why: String, stored| vec![AuditEntry::new(1.0, Some(largest), verdict, stored, why)];
         let covered = match largest <= 1.0 {
             true => "1.0 covers the bound".to_owned(),
@@ -421,7 +423,7 @@ impl<'a> Case<'a> {
                 None => at_one(ScaleVerdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
             };
         }
-        let needed_row: Vec<f32> = row.iter().map(|scale| scale.get()).collect();
+        let needed_row: Vec<f32> = row.iter().map(|scale| held(scale.get())).collect();
         // Of several tensors for one parameter the last that is read counts, which depends on the order: the worst is said.
         let judged = own.iter().map(|(_, stored)| self.judge(operand, stored, needed, &needed_row, largest));
         let worst = judged.max_by(|a, b| severity(a).total_cmp(&severity(b)));
@@ -631,7 +633,7 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (ScaleVerdict, String) {
     (ScaleVerdict::Overflow, why)
 }
 
-/// Names of the folder's files that hold cache factors beside the weights, as vLLM and SGLang took them by an option.
+/// Names of the folder's files that hold cache factors next to the weights, as vLLM and SGLang took them by an option.
 fn factor_files(folder: &Path) -> Result<Vec<String>> {
     const LONGEST: u64 = 1 << 20;
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, "open", e))?;
@@ -640,7 +642,7 @@ fn factor_files(folder: &Path) -> Result<Vec<String>> {
         .filter(|entry| std::fs::metadata(entry.path()).is_ok_and(|file| file.is_file() && file.len() <= LONGEST));
     let mut names: Vec<String> = files
         .filter(|entry| entry.path().extension().is_some_and(|kind| kind == "json"))
-        // A file that is no JSON is none of these.
+        // A file that is not JSON is not one of these.
         .filter(|entry| {
             let read = Settings::read(&entry.path()).ok();
             read.is_some_and(|file| {

@@ -19,8 +19,11 @@ pub use gram::{Gram, GramPair, LayerGrams};
 pub use gram_engine::GramEngine;
 pub use head_grams::HeadGrams;
 pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaOperands, MlaSpectrum};
-pub use power::{PowerEngine, PowerState, PowerVectors, certified_inflation, summed_norm};
+pub use power::{
+    PowerEngine, PowerState, PowerVectors, certified_inflation, from_estimates, iterate_heads, iterate_sum, summed_norm,
+};
 pub use scan::{Scan, scan_positions};
 pub use spectrum::{
-    Constants, Estimator, ExactSpectrum, HeadSpectrum, LayerSpectrum, PowerEstimate, SpectralEngine, layer_channels,
+    Constants, Estimator, ExactSpectrum, HeadSpectrum, Iterations, LayerSpectrum, PowerEstimate, SpectralEngine,
+    layer_channels,
 };

@@ -9,7 +9,8 @@
 //! can be after k iterations from a random start; nothing is promised after a warm start on changed weights.
 
 use super::dense::lanczos_within;
-use super::spectrum::{Constants, HeadSpectrum, LayerSpectrum, PowerEstimate, SpectralEngine, layer_channels};
+use super::spectrum::{Constants, Estimator, HeadSpectrum, Iterations, LayerSpectrum, PowerEstimate};
+use super::spectrum::{SpectralEngine, layer_channels};
 use crate::error::{Error, Result};
 use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
 use crate::model::{AttentionSpec, PerLayer};
@@ -50,6 +51,10 @@ pub struct PowerVectors {
     pub u: Vec<f32>,
     /// Right.
     pub v: Vec<f32>,
+    /// Iterations since they were drawn.
+    steps: u64,
+    /// Those on the weights that they were drawn for; `None` once these have changed.
+    cold: Option<usize>,
 }
 
 impl PowerState {
@@ -129,7 +134,13 @@ impl PowerVectors {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut v: Vec<f64> = (0..d).map(|_| StandardNormal.sample(&mut rng)).collect();
         normalise(&mut v);
-        Self { u: vec![0.0; d], v: v.into_iter().map(|x| x as f32).collect() }
+        Self { u: vec![0.0; d], v: v.into_iter().map(|x| x as f32).collect(), steps: 0, cold: Some(0) }
+    }
+
+    /// For weights that are those of the last iteration, or others.
+    fn on(&mut self, unchanged: bool) -> &mut Self {
+        self.cold = self.cold.filter(|_| unchanged);
+        self
     }
 
     /// Runs `iterations >= 1` iterations of the operator given by `M x` and `M^T x`.
@@ -141,14 +152,16 @@ impl PowerVectors {
     ) -> PowerEstimate {
         let mut v: Vec<f64> = self.v.iter().map(|&x| f64::from(x)).collect();
         normalise(&mut v);
-        let mut estimate = PowerEstimate { sigma: 0.0, residual: 0.0, cold_iterations: None };
-        for _ in 0..iterations.max(1) {
+        let iterations = iterations.max(1);
+        self.steps += iterations as u64;
+        self.cold = self.cold.map(|cold| cold + iterations);
+        let (mut sigma, mut residual) = (0.0, 0.0);
+        for _ in 0..iterations {
             let mut u = forward(&v);
             let along = normalise(&mut u);
             let mut next = adjoint(&u);
-            let residual = next.iter().zip(&v).map(|(n, v)| (n - along * v).powi(2)).sum::<f64>().sqrt();
-            let sigma = normalise(&mut next);
-            estimate = PowerEstimate { sigma, residual, cold_iterations: None };
+            residual = next.iter().zip(&v).map(|(n, v)| (n - along * v).powi(2)).sum::<f64>().sqrt();
+            sigma = normalise(&mut next);
             if sigma == 0.0 {
                 // M v = 0: the vectors stay as they are; a warm start that is orthogonal to M never moves.
                 break;
@@ -157,7 +170,18 @@ impl PowerVectors {
             v = next;
         }
         self.v = v.iter().map(|&x| x as f32).collect();
-        estimate
+        PowerEstimate { sigma, residual, cold_iterations: self.cold, steps: self.steps }
+    }
+}
+
+impl PowerEstimate {
+    /// What sigma does not exceed, but with probability `p` over the random start; `None` once the weights have changed.
+    ///
+    /// # Errors
+    /// As [`certified_inflation`].
+    pub fn upper(&self, rank: usize, p: f64) -> Result<Option<f64>> {
+        let inflation = |iterations| certified_inflation(iterations, rank, p);
+        Ok(self.cold_iterations.map(inflation).transpose()?.map(|factor| factor * self.sigma))
     }
 }
 
@@ -184,12 +208,53 @@ pub struct PowerEngine<'s> {
     pub warm: usize,
     /// Whether to iterate on every head (sound form) in addition to the sum.
     pub per_head: bool,
+    /// Whether the weights are those of the engine's last call: a cold start is then still one.
+    pub unchanged: bool,
 }
 
 impl<'s> PowerEngine<'s> {
     /// An engine with the paper's iteration counts.
     pub fn new(state: &'s mut PowerState) -> Self {
-        Self { state, cold: 5, warm: 1, per_head: true }
+        let Iterations { cold, warm } = Iterations::default();
+        Self { state, cold, warm, per_head: true, unchanged: false }
+    }
+
+    /// What the bounds of one layer need: the norm of each head, or under [`Estimator::PowerSummed`] that of the sum in its place.
+    ///
+    /// # Errors
+    /// As [`SpectralEngine::layer`].
+    pub fn estimate(&mut self, geometry: &LayerGeometry<'_>, estimator: Estimator) -> Result<LayerSpectrum> {
+        let [q, k, v] = layer_channels(geometry)?;
+        let mut spectrum = LayerSpectrum { layer: geometry.layer, heads: None, sigma_sum: None, q, k, v };
+        if geometry.qk_limits.is_some() {
+            return Ok(spectrum);
+        }
+        let estimates = if estimator == Estimator::PowerSummed {
+            let estimate = self.summed(geometry)?;
+            spectrum.sigma_sum = Some(estimate.sigma);
+            vec![estimate; geometry.q.len()]
+        } else {
+            self.state.check(geometry)?;
+            let (q, k) = (effective_operators(&geometry.q, &spectrum.q), effective_operators(&geometry.k, &spectrum.k));
+            let old = self.state.layers[geometry.layer].take().unwrap_or_default();
+            let (heads, estimates) = self.heads(geometry, &old.heads, 1, &q, &k).into_iter().unzip();
+            self.state.layers[geometry.layer] = Some(LayerVectors { heads, ..old });
+            estimates
+        };
+        let head = |(head, estimate): (usize, &PowerEstimate)| {
+            let kv_head = geometry.kv_head(head);
+            HeadSpectrum {
+                head,
+                kv_head,
+                sigma: estimate.sigma,
+                sigma_raw: estimate.sigma,
+                exact: None,
+                power: Some(*estimate),
+                constants: constants(geometry, head, &spectrum.q[head], &spectrum.k[kv_head]),
+            }
+        };
+        spectrum.heads = Some(estimates.iter().enumerate().map(head).collect());
+        Ok(spectrum)
     }
 
     /// The paper's summed estimate of one layer, raw weights (Algorithm 3; Algorithm 2 where every head has its own keys).
@@ -198,14 +263,13 @@ impl<'s> PowerEngine<'s> {
     /// If the state belongs to another model.
     pub fn summed(&mut self, geometry: &LayerGeometry<'_>) -> Result<PowerEstimate> {
         self.state.check(geometry)?;
-        let seed = self.seed(geometry.layer, 0);
+        let (seed, unchanged) = (self.seed(geometry.layer, 0), self.unchanged);
         let layer = self.state.layers[geometry.layer].get_or_insert_default();
-        let (vectors, iterations, cold) = match &mut layer.summed {
-            Some(vectors) => (vectors, self.warm, None),
-            none => (none.insert(PowerVectors::random(geometry.d_model, seed)), self.cold, Some(self.cold)),
+        let (vectors, iterations) = match &mut layer.summed {
+            Some(vectors) => (vectors.on(unchanged), self.warm),
+            none => (none.insert(PowerVectors::random(geometry.d_model, seed)), self.cold),
         };
-        let estimate = vectors.iterate(iterations, |v| summed_forward(geometry, v), |u| summed_adjoint(geometry, u));
-        Ok(PowerEstimate { cold_iterations: cold, ..estimate })
+        Ok(vectors.iterate(iterations, |v| summed_forward(geometry, v), |u| summed_adjoint(geometry, u)))
     }
 
     fn seed(&self, layer: usize, stream: usize) -> u64 {
@@ -224,13 +288,14 @@ impl<'s> PowerEngine<'s> {
         (0..q.len())
             .into_par_iter()
             .map(|head| {
-                let (mut vectors, iterations, cold) = match old.get(head) {
-                    Some(vectors) => (vectors.clone(), self.warm, None),
+                let (mut vectors, iterations) = match old.get(head) {
+                    Some(vectors) => (vectors.clone(), self.warm),
                     None => {
                         let seed = self.seed(geometry.layer, stream + head);
-                        (PowerVectors::random(geometry.d_model, seed), self.cold, Some(self.cold))
+                        (PowerVectors::random(geometry.d_model, seed), self.cold)
                     }
                 };
+                vectors.on(self.unchanged || old.is_empty());
                 let (q, k) = (&q[head], &k[geometry.kv_head(head)]);
                 let product = |from: &(HeadOperator<'_>, Vec<f64>), to: &(HeadOperator<'_>, Vec<f64>), x: &[f64]| {
                     let mut y = vec![0.0; geometry.d_head];
@@ -240,7 +305,7 @@ impl<'s> PowerEngine<'s> {
                     out
                 };
                 let estimate = vectors.iterate(iterations, |v| product(k, q, v), |u| product(q, k, u));
-                (vectors, PowerEstimate { cold_iterations: cold, ..estimate })
+                (vectors, estimate)
             })
             .collect()
     }
@@ -295,6 +360,92 @@ impl SpectralEngine for PowerEngine<'_> {
     }
 }
 
+/// `count` iterations of every head from the side of the heads, as the device has them (`kernels/scale/power.cu`): of M's right
+/// vector v only `y = W_K^T v` is kept, up to its length, `[query head][d_head]`. Gives the estimates of the last.
+///
+/// # Errors
+/// `is_mismatch` if the vectors are of another size, `is_non_finite` if a weight is not finite.
+pub fn iterate_heads(geometry: &LayerGeometry<'_>, vectors: &mut [f32], count: usize) -> Result<Vec<f64>> {
+    let r = geometry.d_head;
+    check_vectors(vectors, geometry.q.len() * r, geometry)?;
+    let [q, k, _] = layer_channels(geometry)?;
+    let (q, k) = (effective_operators(&geometry.q, &q), effective_operators(&geometry.k, &k));
+    let gram = |(operator, mean): &(HeadOperator<'_>, Vec<f64>), y: &[f64]| {
+        let (mut inputs, mut out) = (vec![0.0; geometry.d_model], vec![0.0; r]);
+        operator.apply_adjoint(y, mean, &mut inputs);
+        operator.apply(&inputs, mean, &mut out);
+        out
+    };
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let heads = vectors.par_chunks_exact_mut(r).enumerate().map(|(head, vector)| {
+        let mut y: Vec<f64> = vector.iter().map(|&x| f64::from(x)).collect();
+        let mut sigma = 0.0;
+        for _ in 0..count {
+            let z = gram(&q[head], &y);
+            let mut next = gram(&k[geometry.kv_head(head)], &z);
+            let (along, square) = (dot(&y, &z), dot(&z, &next));
+            sigma = if along > 0.0 && square > 0.0 { (square / along).sqrt() } else { 0.0 };
+            // A vector that is mapped to zero stays as it is.
+            if normalise(&mut next) > 0.0 {
+                y = next;
+            }
+        }
+        vector.iter_mut().zip(y).for_each(|(to, y)| *to = y as f32);
+        sigma
+    });
+    Ok(heads.collect())
+}
+
+/// The same of the sum over the heads, raw weights: `[KV head][d_head]`, one estimate.
+///
+/// # Errors
+/// As [`iterate_heads`].
+pub fn iterate_sum(geometry: &LayerGeometry<'_>, vectors: &mut [f32], count: usize) -> Result<f64> {
+    let r = geometry.d_head;
+    check_vectors(vectors, geometry.k.len() * r, geometry)?;
+    layer_channels(geometry)?;
+    let mut keys: Vec<Vec<f64>> =
+        vectors.chunks_exact(r).map(|y| y.iter().map(|&x| f64::from(x)).collect()).collect();
+    let mut sigma = 0.0;
+    for _ in 0..count {
+        let mut u = summed_outputs(geometry, &keys);
+        normalise(&mut u);
+        let mut v = summed_adjoint(geometry, &u);
+        sigma = normalise(&mut v);
+        if sigma > 0.0 {
+            keys = all_apply(&geometry.k, &v);
+        }
+    }
+    vectors.iter_mut().zip(keys.into_iter().flatten()).for_each(|(to, y)| *to = y as f32);
+    Ok(sigma)
+}
+
+fn check_vectors(vectors: &[f32], want: usize, geometry: &LayerGeometry<'_>) -> Result<()> {
+    if vectors.len() == want && vectors.iter().all(|x| x.is_finite()) {
+        return Ok(());
+    }
+    Err(Error::mismatch(format_args!(
+        "{}: {} values of power iteration vectors do not fit, {want} finite ones are needed",
+        geometry.place,
+        vectors.len()
+    )))
+}
+
+/// Spectral facts of a layer from estimates, one for each query head.
+///
+/// # Errors
+/// `is_non_finite` if a weight is not finite.
+pub fn from_estimates(geometry: &LayerGeometry<'_>, sigma: &[f64]) -> Result<LayerSpectrum> {
+    let [q, k, v] = layer_channels(geometry)?;
+    let head = |(head, &sigma): (usize, &f64)| {
+        let kv_head = geometry.kv_head(head);
+        let constants = constants(geometry, head, &q[head], &k[kv_head]);
+        HeadSpectrum { head, kv_head, sigma, sigma_raw: sigma, exact: None, power: None, constants }
+    };
+    let heads = Some(sigma.iter().enumerate().map(head).collect());
+    Ok(LayerSpectrum { layer: geometry.layer, heads, sigma_sum: None, q, k, v })
+}
+
 /// Effective operators, each with its channels' means.
 fn effective_operators<'a>(heads: &[HeadOperator<'a>], channels: &[Channels]) -> Vec<(HeadOperator<'a>, Vec<f64>)> {
     heads.iter().zip(channels).map(|(head, channels)| (head.without_constant(), channels.mean.clone())).collect()
@@ -342,7 +493,11 @@ fn constants(geometry: &LayerGeometry<'_>, head: usize, q: &Channels, k: &Channe
 
 /// `sum_h W_Q^h W_K^{kv(h)T} v` on raw weights: the r-vectors of the keys are replicated over their group.
 fn summed_forward(geometry: &LayerGeometry<'_>, v: &[f64]) -> Vec<f64> {
-    let keys = all_apply(&geometry.k, v);
+    summed_outputs(geometry, &all_apply(&geometry.k, v))
+}
+
+/// `sum_h W_Q^h y_kv(h)`.
+fn summed_outputs(geometry: &LayerGeometry<'_>, keys: &[Vec<f64>]) -> Vec<f64> {
     let outs: Vec<Vec<f64>> = geometry
         .q
         .par_iter()

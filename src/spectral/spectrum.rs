@@ -4,25 +4,64 @@ use crate::error::Result;
 use crate::geometry::{Channels, HeadOperator, LayerGeometry};
 use crate::named;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 /// What one call of the iteration tells.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PowerEstimate {
     /// `||M^T u||`: never above sigma (but for rounding).
     pub sigma: f64,
     /// `||M^T u - s v||` with `s = ||M v||`, of the last iteration's vectors: some singular value lies within it of s.
     pub residual: f64,
-    /// Iterations since a random start; `None` after a warm start, about which nothing can be certified.
+    /// Iterations since a random start on the same weights; `None` once the weights have changed, since nothing can be certified
+    /// of vectors that come from others.
     pub cold_iterations: Option<usize>,
+    /// Iterations since the vectors were drawn.
+    pub steps: u64,
+}
+
+/// Iterations of one forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Iterations {
+    /// From random vectors.
+    pub cold: usize,
+    /// From those of the forward before.
+    pub warm: usize,
+}
+
+/// Five and one, as in the paper.
+impl Default for Iterations {
+    fn default() -> Self {
+        Self { cold: 5, warm: 1 }
+    }
 }
 
 named! {
-    /// Which engine estimates the norms.
+    /// Where the norms come from.
     pub enum Estimator is "estimator" default Gram {
         /// Exact and certified, from Gram matrices.
         Gram = "gram",
-        /// The paper's power iteration: a lower bound, which cannot certify.
+        /// The paper's power iteration, for each head: a lower bound, which cannot certify.
         Power = "power",
+        /// The same for the sum over a layer's heads, as the paper has it: its norm bounds no head.
+        PowerSummed = "power-summed",
+    }
+}
+
+impl Estimator {
+    /// What a scale from this estimator does not promise; `None` for certified norms.
+    pub fn caveat(self) -> Option<&'static str> {
+        match self {
+            Self::Gram => None,
+            Self::Power => Some(
+                "no guarantee: power iteration estimates sigma from below and leaves rotation out, so logits can exceed the \
+                 bound; the policy counts those that overflow",
+            ),
+            Self::PowerSummed => Some(
+                "no guarantee: power iteration estimates the norm of the sum over the heads, which bounds no head, and leaves \
+                 gains and rotation out, so logits can exceed the bound; the policy counts those that overflow",
+            ),
+        }
     }
 }
 

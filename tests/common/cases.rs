@@ -304,6 +304,14 @@ pub fn cases() -> Vec<Case> {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
         ),
+        grouped(
+            "laguna",
+            "qwen3",
+            json!({"num_attention_heads_per_layer": [4, 4, 4, 4], "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
+        ),
         wrapped("aria", "aria_text", "llama", "language_model.model.", &json!({})),
         hybrid(grouped("lfm2", "lfm2", json!({"full_attn_idxs": [1, 3]}))),
         hybrid(grouped(

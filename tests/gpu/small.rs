@@ -30,7 +30,7 @@ tests![
     products_without_rotation,
     qk_norm_bounds,
     addresses_that_move,
-    latent_descales,
+    mla_descales,
     policy_steps,
 ];
 
@@ -248,7 +248,7 @@ fn addresses_that_move() {
     shapes::three_places(&Case { dtype: Dtype::F32, layout: Layout::Fused, ..Case::new("f32", (384, 64), (3, 3)) }, 15);
 }
 
-fn latent_descales() {
+fn mla_descales() {
     for dtype in [Dtype::Bf16, Dtype::F32] {
         for sizes in [[512, 2, 96, 64, 64, 32, 64, 2], [200, 3, 44, 36, 18, 10, 26, 1]] {
             mla::compare("small", &mla::config(sizes, &serde_json::json!({})), dtype);

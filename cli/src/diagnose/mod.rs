@@ -3,18 +3,16 @@
 pub mod page;
 mod sentences;
 
-use super::html::Made;
+use super::html::{Made, Tone};
 use super::numbers::{count, real};
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, wrapped};
+use super::terminal::toned;
 use sigmascale::{Error, Result};
-use sigmascale_lab::diagnose::{Diagnosis, Options, RunVerdict, read_checkpoints};
+use sigmascale_lab::diagnose::{Diagnosis, Options, RunVerdict, in_output_folder, read_checkpoints};
 use sigmascale_lab::history::{History, read_records};
 use std::path::{Path, PathBuf};
-
-/// Heads in the table of a terminal; JSON and the page have all.
-const SHOWN: usize = 12;
 
 /// Find the head that goes wrong first in a training run, and what to do
 ///
@@ -24,8 +22,8 @@ const SHOWN: usize = 12;
 /// Exit codes: 0 no alarm, 1 an alarm was raised, 2 wrong usage, 3 the record or a checkpoint cannot be read.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Record of a run (JSON Lines), or checkpoints of one run: folders or .safetensors files, sorted by the number at
-    /// the end of their names
+    /// Record of a run (JSON Lines); or checkpoints of one run: folders or .safetensors files, sorted by the number at
+    /// the end of their names; or the output folder of a trainer, which has one of both
     #[arg(required = true, value_name = "RUN|CHECKPOINTS")]
     paths: Vec<PathBuf>,
     /// |logit| at which the alarm logit-limit is raised where Q and K are in BF16 or FP8; in F16 8 times, in f32 65536
@@ -43,9 +41,6 @@ pub struct Args {
     /// alarm
     #[arg(long, value_name = "RATE", value_parser = real, allow_negative_numbers = true)]
     lr: Option<f64>,
-    /// Same as --format json
-    #[arg(long)]
-    json: bool,
     /// Also write the result as an HTML page with the run's history to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -54,10 +49,7 @@ pub struct Args {
 }
 
 /// Runs the command; whether no alarm was raised.
-pub fn run(mut args: Args, made: &Made) -> Result<bool> {
-    if args.json {
-        args.output.ask_for_json();
-    }
+pub fn run(args: Args, made: &Made) -> Result<bool> {
     args.output.check()?;
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;
@@ -75,7 +67,7 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
     if let Some(file) = &args.html {
         write_file(file, page::render(&diagnosis, &history, made).as_bytes())?;
     }
-    args.output.write(&diagnosis, table)?;
+    args.output.write(&diagnosis, |diagnosis| table(diagnosis, args.output.most_rows()))?;
     Ok(diagnosis.verdict == RunVerdict::Calm)
 }
 
@@ -84,6 +76,11 @@ pub fn run(mut args: Args, made: &Made) -> Result<bool> {
 /// # Errors
 /// As `read_records`, `read_checkpoints` and `Diagnosis::new`; `is_argument` where records and checkpoints are mixed.
 fn diagnose(paths: &[PathBuf], lr: Option<f64>, options: Options) -> Result<(Diagnosis, History)> {
+    let found = match paths {
+        [folder] => in_output_folder(folder),
+        _ => None,
+    };
+    let paths = found.as_deref().unwrap_or(paths);
     let (run, records) = match paths {
         [record] if is_record(record) => {
             if lr.is_some() {
@@ -119,27 +116,28 @@ fn is_record(path: &Path) -> bool {
     !path.is_dir() && path.extension().is_none_or(|extension| extension != "safetensors")
 }
 
-fn table(diagnosis: &Diagnosis) -> String {
-    let mut out = sentences::headline(diagnosis) + "\n";
-    out.push_str(&wrapped(&sentences::verdict(diagnosis), "", 118));
+fn table(diagnosis: &Diagnosis, most: usize) -> String {
+    let mut out = wrapped(&sentences::headline(diagnosis), "");
+    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
+    out.push_str(&toned(tone, &wrapped(&sentences::verdict(diagnosis), "")));
     if !diagnosis.alarms.is_empty() {
         out.push('\n');
         let mut table = Table::new(sentences::ALARM_HEADS);
         diagnosis.alarms.iter().for_each(|alarm| table.row(sentences::alarm(alarm)));
         out.push_str(&table.left_last().render());
         out.push_str("\nwhat to do:\n");
-        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ", 118)));
+        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ")));
     }
     if !diagnosis.heads.is_empty() {
         out.push('\n');
         let mut table = Table::new(sentences::HEADS);
         let heads = sentences::worst(diagnosis);
-        heads.iter().take(SHOWN).for_each(|head| table.row(sentences::head(head)));
+        heads.iter().take(most).for_each(|head| table.row(sentences::head(head)));
         out.push_str(&table.render());
-        if heads.len() > SHOWN {
-            out.push_str(&format!("{} more heads: --json or --html\n", heads.len() - SHOWN));
+        if heads.len() > most {
+            out.push_str(&format!("{} more heads (--all prints them)\n", heads.len() - most));
         }
-        out.push_str(&wrapped(&sentences::legend(diagnosis), "", 118));
+        out.push_str(&wrapped(&sentences::legend(diagnosis), ""));
     }
     out
 }

@@ -36,8 +36,8 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
     if !figures.is_empty() {
         page.section("History");
         page.raw(&legend(&curves(diagnosis, |_, _| vec![])));
-        if diagnosis.first.is_some() {
-            page.note("The vertical line is the first alarm.");
+        if let Some(step) = raised(diagnosis) {
+            page.note(&format!("The vertical line is step {step}, at which the first alarm of that head was raised."));
         }
         page.figures(&figures);
         page.end_section();
@@ -49,6 +49,14 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
         page.end_section();
     }
     page.render(made)
+}
+
+/// The step at which the first alarm of the head that goes wrong first was raised, from which the lead counts. Its alarm in
+/// `first` may be another one, of a condition that began earlier.
+fn raised(diagnosis: &Diagnosis) -> Option<u64> {
+    let first = diagnosis.first.as_ref()?;
+    let same = diagnosis.alarms.iter().filter(|alarm| (alarm.layer, alarm.head) == (first.layer, first.head));
+    same.map(|alarm| alarm.raised).min()
 }
 
 /// The heads that are drawn, as layer and head.
@@ -139,7 +147,7 @@ fn figure(
     };
     let places = || all.iter().flat_map(|line| &line.points).map(|point| point.0);
     let (first, last) = (places().min()?, places().max()?);
-    let mark = diagnosis.first.as_ref().and_then(|alarm| usize::try_from(alarm.raised).ok());
+    let mark = raised(diagnosis).and_then(|step| usize::try_from(step).ok());
     let mark = mark.filter(|step| (first..=last).contains(step));
     let frame = Frame { first, limit, mark, ..Frame::of_steps(axis, last.max(first + 1)) };
     Some(Figure::new(title, caption, lines(&all, &frame)))

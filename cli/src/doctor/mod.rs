@@ -5,11 +5,11 @@ mod gpu;
 mod report;
 
 use super::output::OutputArgs;
+use super::table::wrapped;
 pub use report::Fact;
 use report::{Cache, Cpu, Report};
 use sigmascale::Result;
 use sigmascale::model::preset_names;
-use std::fmt::Write;
 use std::path::PathBuf;
 
 /// Check the GPU, its driver and NVRTC, and say what is missing and what to do
@@ -90,7 +90,7 @@ fn table(report: &Report) -> String {
     };
     let mut out = String::new();
     let mut line = |name: &str, value: String| {
-        let _ = writeln!(out, "{name:<12} {value}");
+        out.push_str(&wrapped(&value, &format!("{name:<12} ")));
     };
     line("sigmascale", format!("{}, {} presets", report.version, report.presets));
     let cpu = &report.cpu;

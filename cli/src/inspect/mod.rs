@@ -8,7 +8,7 @@ use super::mla;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
 use super::progress;
-use super::table::{Table, range, short, wrapped};
+use super::table::{Table, largest, range, short, wrapped};
 use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
 use sigmascale::{Error, Result};
 use std::path::PathBuf;
@@ -51,13 +51,13 @@ pub fn run(args: Args, made: &Made) -> Result<()> {
     if let Some(file) = &args.html {
         write_file(file, page::render(&inspection, made).as_bytes())?;
     }
-    args.output.write(&inspection, table)
+    args.output.write(&inspection, |inspection| table(inspection, args.output.most_rows()))
 }
 
-fn table(inspection: &Inspection) -> String {
-    let mut out = headline(&inspection.model);
-    out.push_str(&page::summary(inspection));
-    out.push_str("\n\n");
+fn table(inspection: &Inspection, most: usize) -> String {
+    let mut out = wrapped(&headline(&inspection.model), "");
+    out.push_str(&wrapped(&page::summary(inspection), ""));
+    out.push('\n');
     let mut table = Table::new([
         "layer",
         "sigma min",
@@ -73,7 +73,8 @@ fn table(inspection: &Inspection) -> String {
         "worst-case bound",
     ]);
     let span = |s: Option<Statistics>| range(s.iter().flat_map(|s| [s.min, s.max]));
-    for layer in &inspection.layers {
+    let (shown, others) = largest(&inspection.layers, most, "worst-case bounds", |layer| layer.bound_rounded);
+    for layer in shown {
         let (sigma, raw) = (layer.sigma, layer.sigma_raw);
         table.row([
             layer.number.to_string(),
@@ -91,11 +92,12 @@ fn table(inspection: &Inspection) -> String {
         ]);
     }
     out.push_str(&table.render());
+    out.push_str(&others);
     if inspection.model.mla.is_some() {
         let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?)));
         out = out + "\n" + &mla::table(rows);
     }
     let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?)));
     out.push_str(&centers::table(Options::default().centers.k, rows));
-    out + "\n" + &wrapped(page::BOUNDS, "", 118)
+    out + "\n" + &wrapped(page::BOUNDS, "")
 }

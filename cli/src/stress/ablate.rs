@@ -102,14 +102,15 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 fn table(results: &Results) -> String {
-    let mut out = format!(
-        "ablate, mode {}: {}, {} steps of {} tokens, seed {}\n",
+    let headline = format!(
+        "ablate, mode {}: {}, {} steps of {} tokens, seed {}",
         sentences::mode_name(results.mode),
         results.model,
         results.steps,
         results.seq_len,
         results.seed
     );
+    let mut out = wrapped(&headline, "");
     for parameter in Parameter::ALL {
         let rows: Vec<&AblationRow> = results.rows.iter().filter(|row| row.parameter == parameter).collect();
         if rows.is_empty() {
@@ -146,7 +147,7 @@ fn table(results: &Results) -> String {
          of auto-c is the largest of all layers at the end, which is 1 again after an overflow.",
         "Rows of quantile have kappa 1. The weights do not move: a transient is what the other scenarios are for.",
     ] {
-        out.push_str(&wrapped(remark, "- ", 118));
+        out.push_str(&wrapped(remark, "- "));
     }
     out
 }

@@ -9,6 +9,7 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::names::Named;
+use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Mode, Scenario, StressOptions, TokenFile};
 use std::path::PathBuf;
@@ -20,7 +21,8 @@ pub struct Args {
     /// What happens to the weights
     #[arg(value_parser = Choice::parser(), required = true)]
     scenario: Option<Choice>,
-    /// Preset name or config.json (synthetic weights), .safetensors file or checkpoint folder; not for replay
+    /// Preset name or config.json (synthetic weights), .safetensors file or checkpoint folder, or tiny-llama-train or
+    /// tiny-gpt2-train, which are trained on the spot; not for replay
     #[arg(long)]
     pub model: Option<String>,
     /// What is cast to E4M3
@@ -57,6 +59,9 @@ pub struct Args {
     /// Where bounds are computed; attention runs on the CPU in any case
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: Device,
+    /// Where norms come from, for policies that plan from bounds; power and power-summed do one iteration a step
+    #[arg(long, value_parser = named::<Estimator>(), default_value = Estimator::Gram.name())]
+    pub estimator: Estimator,
     /// Recorded maxima, for replay and all
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
@@ -125,9 +130,6 @@ impl Args {
         if training && !self.trains() {
             return refuse(NEEDS_TRAIN);
         }
-        if !self.trains() && self.scenario() != Choice::One(Scenario::Replay) && self.names_training_model() {
-            return refuse("it needs weights, and models of this name are only trained, by resume and lr-spike");
-        }
         if self.trains() && self.layers.is_some() {
             return refuse("remove --layers, a model that is trained has them all");
         }
@@ -166,6 +168,7 @@ impl Args {
             seed: self.seed,
             delta: self.delta,
             bounds_on_gpu: self.device == Device::Cuda,
+            estimator: self.estimator,
         })
     }
 
@@ -196,7 +199,7 @@ impl Args {
     /// Files that are read, those of models as far as they open.
     pub fn read(&self) -> Vec<PathBuf> {
         let paths = self.checkpoints.iter().map(|path| path.to_string_lossy().into_owned());
-        let models = self.model.iter().filter(|_| !self.trains()).cloned().chain(paths);
+        let models = self.model.iter().filter(|_| !self.names_training_model()).cloned().chain(paths);
         let models = models.filter_map(|name| Some(files(&name, &Model::open(&name).ok()?)));
         models.flatten().chain(self.tokens.clone()).chain(self.trace.clone()).collect()
     }
@@ -208,12 +211,12 @@ impl Args {
     }
 
     #[cfg(feature = "train")]
-    fn names_training_model(&self) -> bool {
+    pub fn names_training_model(&self) -> bool {
         self.model.as_deref().is_some_and(|name| name.parse::<sigmascale_lab::train::ModelKind>().is_ok())
     }
 
     #[cfg(not(feature = "train"))]
-    fn names_training_model(&self) -> bool {
+    pub fn names_training_model(&self) -> bool {
         false
     }
 }

@@ -237,14 +237,15 @@ fn remarks() -> Vec<String> {
 }
 
 fn table(results: &Results) -> String {
-    let mut out = format!("{}\n\n", headline(results));
+    let mut out = wrapped(&headline(results), "") + "\n";
     for verdict in &results.verdicts {
-        let _ = writeln!(out, "  {:<21}  {}", verdict.remedy.name(), sentence(verdict, &results.runs));
+        let bullet = format!("  {:<21}  ", verdict.remedy.name());
+        out.push_str(&wrapped(&sentence(verdict, &results.runs), &bullet));
     }
     let mut table = Table::new(HEADS);
     results.runs.iter().for_each(|run| table.row(cells(run)));
     let _ = writeln!(out, "\n{}", table.left().render());
-    remarks().iter().for_each(|remark| out.push_str(&wrapped(remark, "- ", 118)));
+    remarks().iter().for_each(|remark| out.push_str(&wrapped(remark, "- ")));
     out
 }
 

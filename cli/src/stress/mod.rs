@@ -12,6 +12,8 @@ mod table;
 #[cfg(feature = "train")]
 mod training;
 
+#[cfg(feature = "train")]
+pub use outcome::Run;
 pub use outcome::Results;
 
 use super::html::Made;
@@ -20,7 +22,9 @@ use super::progress;
 use args::{Choice, NEEDS_TRAIN};
 use indicatif::ProgressBar;
 use open::open;
-use outcome::{LeftOut, Run};
+use outcome::LeftOut;
+#[cfg(not(feature = "train"))]
+use outcome::Run;
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Progress, Scenario, StressOptions, Trace, replay, run_with_progress};
 use std::path::Path;
@@ -64,6 +68,8 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
     let model =
         match args.model.as_deref().filter(|_| args.scenario() != Choice::One(Scenario::Replay) && !args.trains()) {
+            #[cfg(feature = "train")]
+            Some(name) if args.names_training_model() => Some(training::trained(name, options.seed)?),
             Some(name) => Some(open(name, &args.checkpoints, options.seed)?),
             None => None,
         };

@@ -19,8 +19,8 @@ pub fn open(name: &str, path: &[PathBuf], seed: u64) -> Result<StressModel> {
             Err(Error::argument(format_args!("--checkpoints needs a checkpoint as --model, but {name} has no weights")))
         }
         Model::Config(spec) => StressModel::synthetic(&spec, seed),
-        Model::Checkpoint(_) => {
-            let first = [PathBuf::from(name)];
+        Model::Checkpoint(first) => {
+            let first = [first.path().to_owned()];
             StressModel::open_path(&first.iter().chain(path).collect::<Vec<_>>())
         }
     }

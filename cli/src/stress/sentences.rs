@@ -5,7 +5,10 @@
 use crate::html::Tone;
 use crate::table::brief;
 use sigmascale::policy::PolicyKind;
-use sigmascale_lab::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
+use sigmascale_lab::stress::{
+    Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow, median,
+};
+use std::collections::BTreeMap;
 
 /// Largest finite E4M3 value.
 pub const RANGE: f64 = 448.0;
@@ -107,13 +110,11 @@ pub fn rows(run: &StressResult, policy: PolicyKind) -> impl Iterator<Item = &Tra
 /// single bad step cost.
 pub fn where_it_overflowed(run: &StressResult, policy: &PolicySummary) -> (Option<f64>, Option<f64>) {
     let over = || rows(run, policy.policy).filter(|row| row.overflow > 0);
-    (median(over().filter_map(|row| row.sqnr_db)), median(over().filter_map(|row| row.softmax_kl)))
+    (middle(over().filter_map(|row| row.sqnr_db)), middle(over().filter_map(|row| row.softmax_kl)))
 }
 
-fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len().saturating_sub(1) / 2).copied()
+fn middle(values: impl Iterator<Item = f64>) -> Option<f64> {
+    median(&mut values.collect::<Vec<_>>())
 }
 
 fn counted(count: usize, what: &str) -> String {
@@ -142,6 +143,7 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     out.extend(after_the_start(run));
     out.extend(moved(run));
     out.extend(range_and_cost(run));
+    out.extend(worst_layers(run));
     out.extend(burn_in(run));
     if run.mode == Mode::Operands && of(run, PolicyKind::GeometryCStar).is_some() {
         out.push(
@@ -163,6 +165,38 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     }
     out.extend(run.notes.iter().map(|note| format!("Note: {note}.")));
     out
+}
+
+/// Layers that are named of each policy.
+const NAMED: usize = 3;
+
+/// The layers that a policy serves worst: by what overflowed, then by what the casts cost.
+fn worst_layers(run: &StressResult) -> Option<String> {
+    if run.model_layers < 2 {
+        return None;
+    }
+    let of_policy = |policy: &PolicySummary| {
+        let mut worst: BTreeMap<usize, (f64, f64)> = BTreeMap::new();
+        for row in rows(run, policy.policy) {
+            let (load, sqnr) = worst.entry(row.layer).or_insert((0.0, f64::INFINITY));
+            *load = load.max(if row.overflow > 0 { row.max_scaled / RANGE } else { 0.0 });
+            *sqnr = sqnr.min(row.sqnr_db.unwrap_or(f64::INFINITY));
+        }
+        let mut layers: Vec<(usize, (f64, f64))> = worst.into_iter().collect();
+        layers.sort_by(|(_, a), (_, b)| b.0.total_cmp(&a.0).then(a.1.total_cmp(&b.1)));
+        let one = |(layer, (load, sqnr)): &(usize, (f64, f64))| {
+            let over = (*load > 0.0).then(|| format!("{} the range", times(*load)));
+            let cost = sqnr.is_finite().then(|| format!("{sqnr:.1} dB"));
+            let said: Vec<String> = over.into_iter().chain(cost).collect();
+            (!said.is_empty()).then(|| format!("{layer} ({})", said.join(", ")))
+        };
+        let named: Vec<String> = layers.iter().take(NAMED).filter_map(one).collect();
+        (!named.is_empty()).then(|| format!("{} {}", policy.policy.name(), named.join(", ")))
+    };
+    let named: Vec<String> = run.policies.iter().filter_map(of_policy).collect();
+    (!named.is_empty()).then(|| {
+        format!("Worst layers (the largest overflow and the lowest SQNR of their steps): {}.", named.join("; "))
+    })
 }
 
 /// What an overflow is.
@@ -202,7 +236,7 @@ fn meaning(run: &StressResult) -> String {
 fn cost(run: &StressResult, policy: PolicyKind, step: usize) -> Option<String> {
     let pair = |kind: PolicyKind| {
         let at = || rows(run, kind).filter(|row| row.step == step);
-        Some((median(at().filter_map(|row| row.sqnr_db))?, median(at().filter_map(|row| row.softmax_kl))?))
+        Some((middle(at().filter_map(|row| row.sqnr_db))?, middle(at().filter_map(|row| row.softmax_kl))?))
     };
     let (bad, good) = (pair(policy)?, pair(PolicyKind::Geometry)?);
     Some(format!(
@@ -263,7 +297,7 @@ fn after_the_start(run: &StressResult) -> Option<String> {
             .filter(|row| row.overflow > 0 && row.step > 0)
             .map(|row| row.max_scaled / RANGE)
             .collect();
-        let (Some(&first), Some(middle)) = (steps.first(), median(overshoot.iter().copied())) else { continue };
+        let (Some(&first), Some(middle)) = (steps.first(), middle(overshoot.iter().copied())) else { continue };
         let worst = overshoot.iter().copied().fold(0.0, f64::max);
         let when = match steps.len() {
             1 => format!("at step {first}"),
@@ -398,7 +432,7 @@ mod tests {
             ["0", "100 %", "0.100 %", "5.00 %"]
         );
         assert_eq!(percent(1, 10_000_000), "1.0e-5 %");
-        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), Some(2.0));
-        assert_eq!(median(std::iter::empty()), None);
+        assert_eq!(middle([3.0, 1.0, 2.0, 4.0].into_iter()), Some(2.5));
+        assert_eq!(middle(std::iter::empty()), None);
     }
 }

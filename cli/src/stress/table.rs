@@ -2,7 +2,9 @@
 
 use super::outcome::Results;
 use super::sentences;
+use crate::html::Tone;
 use crate::table::{Table, brief, wrapped};
+use crate::terminal::toned;
 use sigmascale_lab::stress::{PolicySummary, StressResult};
 use std::fmt::Write;
 
@@ -51,9 +53,11 @@ pub fn render(results: &Results) -> String {
             out.push('\n');
         }
         let run = &whole.stress;
-        let _ = writeln!(out, "{}\n", sentences::headline(run));
+        out.push_str(&wrapped(&sentences::headline(run), ""));
+        out.push('\n');
         for (policy, verdict) in sentences::verdicts(run) {
-            let _ = writeln!(out, "  {:<15}  {verdict}", policy.name());
+            let tone = if verdict.starts_with("OVERFLOW") { Tone::Bad } else { Tone::Good };
+            out.push_str(&toned(tone, &wrapped(&verdict, &format!("  {:<15}  ", policy.name()))));
         }
         let mut table = Table::new(HEADS);
         for policy in &run.policies {
@@ -61,7 +65,7 @@ pub fn render(results: &Results) -> String {
         }
         let _ = writeln!(out, "\n{}", table.left().render());
         for paragraph in sentences::framing(run) {
-            out.push_str(&wrapped(&paragraph, "- ", 118));
+            out.push_str(&wrapped(&paragraph, "- "));
         }
         #[cfg(feature = "train")]
         if let Some(training) = &whole.training {
@@ -72,7 +76,7 @@ pub fn render(results: &Results) -> String {
         out.push('\n');
     }
     for left_out in results.left_out() {
-        let _ = writeln!(out, "left out: {}: {}", left_out.scenario, left_out.reason);
+        out.push_str(&wrapped(&format!("left out: {}: {}", left_out.scenario, left_out.reason), ""));
     }
     out
 }

@@ -10,12 +10,13 @@ use crate::progress;
 use crate::svg::Axis;
 use crate::table::{Table, brief, wrapped};
 use sigmascale::attention::Cast;
-use sigmascale::bound::Tail;
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::policy::{PolicyKind, ScaledTensor};
 use sigmascale::{Error, Result};
-use sigmascale_lab::stress::{Scenario, StressOptions, StressResult};
-use sigmascale_lab::train::{Arm, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
+use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, StressResult};
+use sigmascale_lab::train::{
+    Arm, LabOptions, ModelKind, TRAINED_STEPS, TrainOptions, TrainRun, Training, run_with_progress,
+};
 
 /// Heads of [`cells`].
 const HEADS: [&str; 9] = [
@@ -35,7 +36,6 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
     let kind = args.model.as_deref().and_then(|name| name.parse::<ModelKind>().ok());
     let kind =
         kind.ok_or_else(|| Error::argument("the models that are trained are tiny-llama-train and tiny-gpt2-train"))?;
-    let base = LabOptions::new(kind);
     let scenarios: &[Scenario] = match args.scenario() {
         Choice::One(Scenario::Resume) => &[Scenario::Resume],
         Choice::One(Scenario::LrSpike) => &[Scenario::LrSpike],
@@ -43,21 +43,9 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
     };
     let mut runs = Vec::new();
     for &scenario in scenarios {
-        let transition = if scenario == Scenario::Resume { 300 } else { 100 };
-        let after = match options.steps {
-            Some(steps) if steps <= transition => {
-                return Err(Error::argument(format_args!(
-                    "steps {steps} must be more than {transition}: {} changes at step {transition}",
-                    scenario.name()
-                )));
-            }
-            steps => steps.map(|steps| steps - transition),
-        };
+        let base = LabOptions::of_stress(scenario, kind, options, args.seq_len)?;
         let lab = LabOptions {
             train: TrainOptions {
-                seed: options.seed,
-                tail: Tail { delta: options.delta, ..base.train.tail },
-                seq_len: args.seq_len.unwrap_or(base.train.seq_len),
                 operands: match args.fp8.unwrap_or(Format::E4m3) {
                     Format::E4m3 => Cast::E4m3,
                     Format::E5m2 => Cast::E5m2,
@@ -66,12 +54,8 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
                 stochastic: args.stochastic,
                 ..base.train
             },
-            mode: options.mode,
-            policies: options.policies.clone(),
             casts: args.casts.map_or_else(|| OnOverflow::ALL.to_vec(), |casts| vec![casts]),
-            transition: Some(transition),
-            after,
-            ..base.clone()
+            ..base
         };
         let bar = progress::bar(0, "{msg}: step {pos}/{len} of all runs", scenario.name());
         let show = |done: usize, total: usize| {
@@ -84,6 +68,14 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
         runs.push(Run { stress: result.stress, training: Some(result.training) });
     }
     Ok(runs)
+}
+
+/// A model of this name, trained on the spot with attention in f32.
+pub fn trained(name: &str, seed: u64) -> Result<StressModel> {
+    let bar = progress::bar(TRAINED_STEPS, "{msg}: step {pos}/{len}", &format!("training {name}"));
+    let model = sigmascale_lab::train::trained(name.parse()?, seed, &|done| bar.set_position(done as u64));
+    bar.finish_and_clear();
+    model
 }
 
 fn name(policy: Option<PolicyKind>) -> String {
@@ -123,7 +115,7 @@ pub fn table(run: &StressResult, training: &Training) -> String {
     shown(training).for_each(|run| table.row(cells(training, run)));
     let mut out = format!("\n{}\n", table.left().render());
     for paragraph in sentences(run, training) {
-        out.push_str(&wrapped(&paragraph, "- ", 118));
+        out.push_str(&wrapped(&paragraph, "- "));
     }
     out
 }

@@ -96,8 +96,9 @@ fn record(checkpoint: &Checkpoint, weights: LayerWeights<'_>, (step, layer): (u6
     let geometry = LayerGeometry::new(spec, weights)?;
     let spectrum = GramEngine.layer(&geometry)?;
     record.bound = bound(&LayerBounds::new(spec, &geometry, &spectrum, &Tail::default())?);
-    let exact = spectrum.heads.iter().flatten().filter_map(|head| head.exact);
-    record.sigma = exact.map(|exact| exact.sigma_upper).collect();
+    let exact = || spectrum.heads.iter().flatten().filter_map(|head| head.exact);
+    record.sigma = exact().map(|exact| exact.sigma_upper).collect();
+    record.sigma_rope = exact().map(|exact| exact.sigma_rope_upper).collect();
     if spectrum.heads.is_some() {
         let grams = LayerGrams::new(&geometry, &spectrum.q, &spectrum.k);
         let norm = |pair: &sigmascale::spectral::GramPair| {
@@ -110,7 +111,7 @@ fn record(checkpoint: &Checkpoint, weights: LayerWeights<'_>, (step, layer): (u6
 }
 
 /// The number at the end of a checkpoint's name; the largest number where there is none.
-fn step_of(path: &Path) -> u64 {
+pub(super) fn step_of(path: &Path) -> u64 {
     let name = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     let name = name.strip_suffix(".safetensors").unwrap_or(&name);
     let start = name.trim_end_matches(|c: char| c.is_ascii_digit()).len();

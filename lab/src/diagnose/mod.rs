@@ -11,6 +11,7 @@ mod alarm;
 mod alarms;
 mod checkpoints;
 mod diagnosis;
+mod folder;
 mod head;
 mod loss;
 mod options;
@@ -22,6 +23,7 @@ pub use alarm::{Alarm, AlarmKind};
 pub use alarms::Alarms;
 pub use checkpoints::read_checkpoints;
 pub use diagnosis::{Diagnosis, HeadReport, LOSS_RISE, LOSS_WINDOW, RunVerdict, Span, loss_shows};
+pub use folder::in_output_folder;
 pub use options::Options;
 
 #[cfg(test)]

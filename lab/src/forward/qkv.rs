@@ -63,11 +63,6 @@ impl Tokens {
         Ok(Self { values, d_model: d })
     }
 
-    /// One token per column.
-    pub(super) fn into_columns(self) -> DMatrix<f32> {
-        DMatrix::from_vec(self.d_model, self.values.len() / self.d_model, self.values)
-    }
-
     /// The values, `count x d_model`.
     pub fn values(&self) -> &[f32] {
         &self.values

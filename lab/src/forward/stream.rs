@@ -2,6 +2,8 @@
 //!
 //! ```text
 //! norms before:  h += O attention(norm(h))        h += MLP(norm(h))           (Llama, GPT-2)
+//! around:        h += norm(O attention(norm(h)))  h += norm(MLP(norm(h)))     (Gemma 2 and 3)
+//! of outputs:    h += norm(O attention(h))        h += norm(MLP(h))           (OLMo 2)
 //! norms after:   h  = norm(h + O attention(h))    h  = norm(h + MLP(h))       (BERT)
 //! MLP(x) = down(act(gate x) * up x), or down(act(up x)) without a gate
 //! ```
@@ -12,7 +14,7 @@
 use super::qkv::{Tokens, affine, normed, product};
 use nalgebra::DMatrix;
 use rayon::prelude::*;
-use sigmascale::model::{Activation, AttentionSpec, Block, Body, GainForm, LayerWeights, Linear, NormKind, NormOrder};
+use sigmascale::model::{Activation, AttentionSpec, Block, Body, LayerWeights, Linear, NormKind, NormOrder};
 use sigmascale::{Error, Result};
 use statrs::function::erf::erf;
 use std::f32::consts::FRAC_2_SQRT_PI;
@@ -60,6 +62,7 @@ impl Stream {
                 add(segment);
             }
         }
+        hidden *= body.embedding_factor as f32;
         let stream = Self { hidden };
         stream.check(spec, "the embedding")?;
         Ok(stream)
@@ -72,10 +75,11 @@ impl Stream {
 
     /// What the next layer's projections read, before the gain and shift of its input norm.
     pub fn input(&self, spec: &AttentionSpec, body: &Body<'_>) -> Tokens {
-        let mut values = self.hidden.as_slice().to_vec();
-        let centred = spec.norm.kind == NormKind::LayerNorm;
-        values.par_chunks_exact_mut(spec.d_model).for_each(|token| normalise(token, centred, body.epsilon));
-        Tokens { values, d_model: spec.d_model }
+        let mut values = self.hidden.clone();
+        if spec.norm.kind != NormKind::None {
+            normalise_all(&mut values, spec, body);
+        }
+        Tokens { values: values.as_slice().to_vec(), d_model: spec.d_model }
     }
 
     /// Goes through the rest of a layer: `attention` is its output, `(token, query head, channel)`; `weights` are those
@@ -105,10 +109,17 @@ impl Stream {
         if body.order == NormOrder::After {
             self.hidden = normed(spec, weights, &self.input(spec, body))?;
         }
-        self.hidden += linear(&block.attention_out, &DMatrix::from_column_slice(inner, count, attention))?;
-        let mut y = self.input(spec, body).into_columns();
-        affine(&mut y, Some(&block.gain), GainForm::Plain, block.shift.as_deref());
-        let out = mlp(body.activation, block, &y)?;
+        let normed_by = |mut tokens: DMatrix<f32>, gain: Option<&[f64]>, shift: Option<&[f64]>| {
+            if gain.is_some() {
+                normalise_all(&mut tokens, spec, body);
+                affine(&mut tokens, gain, body.gain, shift);
+            }
+            tokens
+        };
+        let out = linear(&block.attention_out, &DMatrix::from_column_slice(inner, count, attention))?;
+        self.hidden += normed_by(out, block.attention_gain.as_deref(), None);
+        let y = normed_by(self.hidden.clone(), block.gain.as_deref(), block.shift.as_deref());
+        let out = normed_by(mlp(body.activation, block, &y)?, block.mlp_gain.as_deref(), None);
         if body.order == NormOrder::After {
             self.hidden = y;
         }
@@ -123,6 +134,13 @@ impl Stream {
         }
         Err(Error::non_finite(format_args!("{}: {what} is not finite on these tokens", spec.name)))
     }
+}
+
+/// The norm of every token, without gain and shift.
+fn normalise_all(tokens: &mut DMatrix<f32>, spec: &AttentionSpec, body: &Body<'_>) {
+    let centred = spec.norm.kind == NormKind::LayerNorm;
+    let rows = tokens.nrows();
+    tokens.as_mut_slice().par_chunks_exact_mut(rows).for_each(|token| normalise(token, centred, body.epsilon));
 }
 
 /// The norm of [`Stream::input`]: `x / sqrt(mean x^2 + epsilon)`, without the mean if `centred`.

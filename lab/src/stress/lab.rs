@@ -1,7 +1,7 @@
 //! The policies at work, side by side on the same operands.
 
 use super::calls::call_of;
-use super::metrics::{Divergence, Quality, Quantiles, quantile};
+use super::metrics::{Divergence, Quality, Quantiles, median};
 use super::options::{Mode, StressOptions};
 use super::result::{PlanDescales, PolicySummary, TensorSlack, TraceRow, Unavailable, largest_descale};
 use crate::forward::Projected;
@@ -13,6 +13,10 @@ use sigmascale::model::AttentionSpec;
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, ScaledTensor};
 use sigmascale::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// |x / descale| above which a value no longer rounds to 448.
+const CLIPPED: f64 = 464.0;
 
 /// A plan that changes nothing, for calls that cast nothing.
 pub(crate) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
@@ -40,12 +44,15 @@ pub(super) struct Run {
 pub(crate) struct Tally {
     bad_layers: Vec<usize>,
     bad_steps: Vec<usize>,
+    clipped_steps: BTreeSet<usize>,
     overflow: u64,
     values: u64,
     max_scaled: f64,
     overshoot: Vec<f64>,
     utilization: Vec<f64>,
     sqnr: Vec<f64>,
+    /// Of the layers of each step.
+    sqnr_of_steps: BTreeMap<usize, Vec<f64>>,
     bias: Vec<f64>,
     kl: Vec<f64>,
     pub(crate) fallbacks: usize,
@@ -72,10 +79,14 @@ impl Tally {
             self.bad_layers.push(layer);
             self.bad_steps.push(step);
         }
+        if seen.max_scaled > CLIPPED {
+            self.clipped_steps.insert(step);
+        }
     }
 
     pub(crate) fn compare(&mut self, row: &TraceRow) {
         self.sqnr.extend(row.sqnr_db);
+        self.sqnr_of_steps.entry(row.step).or_default().extend(row.sqnr_db);
         self.bias.extend(row.output_bias);
         self.kl.extend(row.softmax_kl);
     }
@@ -106,15 +117,17 @@ impl Tally {
             layers,
             overflow_layers: self.bad_layers.len(),
             overflow_steps: self.bad_steps.len(),
+            clipped_steps: self.clipped_steps.len(),
             first_bad_step: self.bad_steps.first().copied(),
             overflow_values: self.overflow,
             values: self.values,
             max_scaled: self.max_scaled,
             overshoot: (!self.overshoot.is_empty()).then(|| Quantiles::of(&mut self.overshoot)),
             utilization: Quantiles::of(&mut self.utilization),
-            sqnr_db: quantile(&mut self.sqnr, 0.5),
-            output_bias: quantile(&mut self.bias, 0.5),
-            softmax_kl: quantile(&mut self.kl, 0.5),
+            sqnr_db: median(&mut self.sqnr),
+            sqnr_worst_step_db: self.sqnr_of_steps.values_mut().filter_map(|step| median(step)).min_by(f64::total_cmp),
+            output_bias: median(&mut self.bias),
+            softmax_kl: median(&mut self.kl),
             fallbacks: self.fallbacks,
             slack: self.slack,
             assumption,
@@ -136,7 +149,7 @@ impl<'a> Lab<'a> {
         tail: Tail,
     ) -> Result<Self> {
         let run = |&policy: &PolicyConfig| {
-            let runtime = Runtime::new(spec, RuntimeConfig { tail, ..policy.into() })?;
+            let runtime = Runtime::new(spec, RuntimeConfig { tail, estimator: options.estimator, ..policy.into() })?;
             let burn_in = if let PolicyConfig::AutoC(config) = policy { config.burn_in as usize } else { 0 };
             Ok(Run { kind: policy.kind(), runtime, burn_in, tally: Tally::default(), failed: None })
         };
@@ -153,7 +166,7 @@ impl<'a> Lab<'a> {
         &mut self,
         layer: usize,
         step: usize,
-        weights: &dyn Fn() -> Weights<'w>,
+        weights: &dyn Fn(bool) -> Weights<'w>,
         projected: &Projected,
         sinks: Option<&[f64]>,
         trace: &mut Vec<TraceRow>,
@@ -164,7 +177,8 @@ impl<'a> Lab<'a> {
         let exact = Cpu.forward(&call, &inputs, &identity(layer, &call.shape), &Precision::F32)?;
         let divergence = Divergence::new(&call, &inputs);
         for run in self.runs.iter_mut().filter(|run| run.failed.is_none()) {
-            let request = Step { layer, weights: weights(), call, inputs, precision: mode.precision() };
+            let request =
+                Step { layer, weights: weights(run.runtime.estimated()), call, inputs, precision: mode.precision() };
             let outcome = match run.runtime.step(request, &Cpu) {
                 Ok(outcome) => outcome,
                 Err(error) if error.is_unsupported() => {

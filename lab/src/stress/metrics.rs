@@ -11,7 +11,7 @@ use sigmascale::plan::ScalePlan;
 /// Rows of a head whose softmax is compared.
 const ROWS: usize = 16;
 
-/// Three quantiles, each the smallest value of at least that rank; zeros of nothing.
+/// Two quantiles, each the smallest value of at least that rank, and the median; zeros of nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Quantiles {
     /// 0.1.
@@ -25,16 +25,21 @@ pub struct Quantiles {
 impl Quantiles {
     /// The quantiles of `values`, which are sorted on the way.
     pub fn of(values: &mut [f64]) -> Self {
-        let mut at = |share| quantile(values, share).unwrap_or(0.0);
-        Self { p10: at(0.1), median: at(0.5), p90: at(0.9) }
+        let median = median(values).unwrap_or(0.0);
+        // Sorted now.
+        let at = |share: f64| {
+            let rank = (share * values.len() as f64).ceil() as usize;
+            values.get(rank.saturating_sub(1)).copied().unwrap_or(0.0)
+        };
+        Self { p10: at(0.1), median, p90: at(0.9) }
     }
 }
 
-/// The smallest value of rank >= share n.
-pub(super) fn quantile(values: &mut [f64], share: f64) -> Option<f64> {
+/// The median, of an even number of values the mean of the middle two; `None` of nothing. Sorts the values.
+pub fn median(values: &mut [f64]) -> Option<f64> {
     values.sort_by(f64::total_cmp);
-    let rank = (share * values.len() as f64).ceil() as usize;
-    values.get(rank.saturating_sub(1)).copied()
+    let above = *values.get(values.len() / 2)?;
+    Some(if values.len() % 2 == 1 { above } else { 0.5 * (values[values.len() / 2 - 1] + above) })
 }
 
 /// `10 log10(sum x^2 / sum (x - y)^2)` in dB; `None` for two equal outputs, and where one is not finite.
@@ -170,9 +175,9 @@ mod tests {
     #[test]
     fn quantiles_are_order_statistics() {
         let mut values: Vec<f64> = (1..=10).rev().map(f64::from).collect();
-        assert_eq!(Quantiles::of(&mut values), Quantiles { p10: 1.0, median: 5.0, p90: 9.0 });
+        assert_eq!(Quantiles::of(&mut values), Quantiles { p10: 1.0, median: 5.5, p90: 9.0 });
         assert_eq!(Quantiles::of(&mut []), Quantiles::default());
-        assert_eq!(quantile(&mut [3.0], 0.5), Some(3.0));
+        assert_eq!((median(&mut [3.0]), median(&mut [4.0, 1.0, 2.0]), median(&mut [])), (Some(3.0), Some(2.0), None));
     }
 
     #[test]

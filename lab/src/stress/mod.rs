@@ -39,6 +39,7 @@ mod lab;
 mod low_precision;
 mod metrics;
 mod model;
+mod observed;
 mod options;
 mod replay;
 mod result;
@@ -55,8 +56,9 @@ pub use low_precision::{
 };
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};
-pub use metrics::{Quantiles, output_bias, sqnr_db};
+pub use metrics::{Quantiles, median, output_bias, sqnr_db};
 pub use model::StressModel;
+pub use observed::{LayerMaxima, Observed, observe};
 #[cfg(feature = "train")]
 pub(crate) use options::auto_c;
 pub use options::{Mode, Progress, SPIKE, SPIKE_STEP, Scenario, StressOptions};

@@ -25,6 +25,12 @@ enum Source {
     Checkpoints(Vec<Checkpoint>),
 }
 
+impl From<Checkpoint> for StressModel {
+    fn from(checkpoint: Checkpoint) -> Self {
+        Self { source: Source::Checkpoints(vec![checkpoint]) }
+    }
+}
+
 impl StressModel {
     /// Random weights in the shape of `spec`. The raw summed norm of each layer follows the paper's Table 6 where it has
     /// this model; one constant norm gain per layer brings the largest |logit| of its first tokens to 20; biases are zero.
@@ -115,7 +121,7 @@ impl StressModel {
             None => "W_Q and W_K have variance 1 / d_model",
         };
         vec![format!(
-            "synthetic weights: Gaussian heads, {sigma}; one norm gain a layer brings the largest ordinary |logit| to \
+            "synthetic weights: Gaussian heads, {sigma}; one norm gain per layer brings the largest ordinary |logit| to \
              {ORDINARY_LOGIT}, where a gain reaches the logits"
         )]
     }

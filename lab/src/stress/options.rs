@@ -4,6 +4,7 @@ use super::tokens::TokenFile;
 use sigmascale::attention::Precision;
 use sigmascale::bound::Tail;
 use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind, ScaledTensor};
+use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 
 /// Steps of the scenarios that have more than one.
@@ -112,6 +113,8 @@ pub struct StressOptions {
     pub delta: f64,
     /// Bounds from the scale engine on the first GPU; everything else runs on the CPU in any case.
     pub bounds_on_gpu: bool,
+    /// Where norms come from, for the policies that plan from bounds; one iteration a step if they are estimated.
+    pub estimator: Estimator,
 }
 
 impl Default for StressOptions {
@@ -126,6 +129,7 @@ impl Default for StressOptions {
             seed: 0,
             delta: Tail::default().delta,
             bounds_on_gpu: false,
+            estimator: Estimator::Gram,
         }
     }
 }

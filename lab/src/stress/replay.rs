@@ -9,6 +9,7 @@ use super::options::{Mode, Scenario, StressOptions, check_policies};
 use super::result::{PlanDescales, PolicySummary, StressResult, TraceRow, Unavailable, largest_descale};
 use serde::Deserialize;
 use sigmascale::bound::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
+use sigmascale::model::read_capped;
 use sigmascale::policy::{PolicyKind, PolicyShape, ScaledTensor};
 use sigmascale::stats::{CastStats, LogitStats, StepStats};
 use sigmascale::{Error, Result};
@@ -53,11 +54,7 @@ impl Trace {
     /// # Errors
     /// `is_io` if it cannot be read; `is_format` if it is no trace, has no steps, or its rows differ in length.
     pub fn read(path: &Path) -> Result<Self> {
-        let size = std::fs::metadata(path).map_err(|error| Error::io(path, "read the trace", error))?.len();
-        if size > MAX_FILE {
-            return Err(Error::format(path, format_args!("a trace has at most {MAX_FILE} bytes")));
-        }
-        let bytes = std::fs::read(path).map_err(|error| Error::io(path, "read the trace", error))?;
+        let bytes = read_capped(path, MAX_FILE, "a trace")?;
         let trace: Self =
             serde_json::from_slice(&bytes).map_err(|error| Error::format(path, format_args!("no trace: {error}")))?;
         trace.check().map_err(|rule| Error::format(path, rule))?;
@@ -169,6 +166,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         model_layers_total: layers,
         seed: options.seed,
         steps,
+        estimator: options.estimator,
         seq_len: options.seq_len,
         tokens: None,
         tail: None,

@@ -7,6 +7,7 @@ use serde::Serialize;
 use sigmascale::bound::Tail;
 use sigmascale::plan::ScalePlan;
 use sigmascale::policy::{PolicyConfig, PolicyKind, ScaledTensor, Slack};
+use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 
 /// Result of a run; serialises to the JSON of `sigmascale stress`.
@@ -26,6 +27,8 @@ pub struct StressResult {
     pub seed: u64,
     /// Steps.
     pub steps: usize,
+    /// Where norms came from.
+    pub estimator: Estimator,
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// The text that ran through the model; null for generated tokens and recorded maxima.
@@ -66,7 +69,9 @@ pub struct PolicySummary {
     pub overflow_layers: usize,
     /// Steps in which a value overflowed.
     pub overflow_steps: usize,
-    /// The first of them.
+    /// Steps in which a value was clipped: |x / descale| above 464, where it no longer rounds to 448; tensors in a replay.
+    pub clipped_steps: usize,
+    /// The first step with overflow.
     pub first_bad_step: Option<usize>,
     /// Values that overflowed, with |x / descale| > 448 before the cast; tensors in a replay.
     pub overflow_values: u64,
@@ -81,6 +86,8 @@ pub struct PolicySummary {
     /// Signal to quantisation noise of the attention output, dB: median over layers and steps. Null if nothing was
     /// computed or the output is exact.
     pub sqnr_db: Option<f64>,
+    /// The same in the step in which it is least: median over the layers of that step.
+    pub sqnr_worst_step_db: Option<f64>,
     /// Mean error of the attention output in the direction of the exact one, over its mean size ([`output_bias`]): median
     /// over layers and steps. Null if nothing was computed.
     ///

@@ -10,6 +10,7 @@ use crate::forward::project;
 use sigmascale::bound::Tail;
 use sigmascale::policy::{PolicyConfig, Pooling};
 use sigmascale::runtime::Weights;
+use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 
 /// Layers of a synthetic model that a scenario of more than one step takes by default.
@@ -79,6 +80,12 @@ pub fn run_with_progress(
              pooling layer or head",
         ));
     }
+    if options.bounds_on_gpu && options.estimator != Estimator::Gram {
+        return Err(Error::argument(format_args!(
+            "bounds on the GPU are from exact norms here: estimator {} runs on the CPU",
+            options.estimator.name()
+        )));
+    }
     let stage = BoundStage::open(options.bounds_on_gpu)?;
     // One sequence per step: delta is that of the whole run.
     let tail = Tail { delta: options.delta, seq_len: options.seq_len, batch: 1, steps };
@@ -91,6 +98,7 @@ pub fn run_with_progress(
     };
     for layer in 0..layers {
         let stored = model.layer(layer, options.seq_len, options.seed)?;
+        let mut version = 0;
         for step in 0..steps {
             let at = if recorded.is_some() { step } else { 0 };
             let weights = stored.weights(at, factor(step))?;
@@ -98,7 +106,11 @@ pub fn run_with_progress(
             let inputs = project(spec, &weights, &source.tokens(spec, layer, step))?;
             let changed = recorded.is_some() || step == 0 || factor(step) != factor(step - 1);
             let bounds = changed.then(|| stage.layer(spec, weights.clone(), &tail)).transpose()?;
-            let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
+            version += u64::from(changed);
+            let again = |estimated: bool| match estimated {
+                true => Weights::Versioned(version, weights.clone()),
+                false => bounds.clone().map_or(Weights::Unchanged, Weights::Bounded),
+            };
             let attention = lab.step(layer, step, &again, &inputs, sinks.as_deref(), &mut trace)?;
             if layer + 1 < layers {
                 source.advance(spec, &weights, step, &attention)?;
@@ -125,6 +137,7 @@ pub fn run_with_progress(
     if scenario == Scenario::WeightSpike && steps <= SPIKE_STEP {
         notes.push(format!("the run ends before step {SPIKE_STEP}, at which the weights would have grown"));
     }
+    notes.extend(options.estimator.caveat().map(|caveat| format!("estimator {}: {caveat}", options.estimator.name())));
     let tokens = source.summary();
     notes.push(match &tokens {
         Some(text) => text.note(options.seq_len, steps, scenario != Scenario::CheckpointLoad),
@@ -142,6 +155,7 @@ pub fn run_with_progress(
         model_layers_total: spec.layers.len(),
         seed: options.seed,
         steps,
+        estimator: options.estimator,
         seq_len: options.seq_len,
         tokens,
         tail: Some(tail),

@@ -154,6 +154,8 @@ fn the_json_has_the_keys_that_scripts_read() {
         "layers",
         "overflow_layers",
         "overflow_steps",
+        "clipped_steps",
+        "sqnr_worst_step_db",
         "first_bad_step",
         "overflow_values",
         "max_scaled",

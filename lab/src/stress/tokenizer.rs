@@ -41,12 +41,7 @@ pub(super) fn find(folder: &Path) -> Found {
 /// `is_io` if the file cannot be read; `is_format` if it is no tokenizer or cannot encode the text.
 #[cfg(feature = "tokenizers")]
 pub(super) fn encode(file: &Path, text: &str) -> Result<Vec<u32>> {
-    let io = |error| Error::io(file, "read the tokenizer", error);
-    let size = std::fs::metadata(file).map_err(io)?.len();
-    if size > MAX_FILE {
-        return Err(Error::format(file, format_args!("a tokenizer has at most {MAX_FILE} bytes, this has {size}")));
-    }
-    let content = std::fs::read(file).map_err(io)?;
+    let content = sigmascale::model::read_capped(file, MAX_FILE, "a tokenizer")?;
     let broken = |error: tokenizers::Error| Error::format(file, format_args!("not a readable tokenizer: {error}"));
     let mut tokenizer = tokenizers::Tokenizer::from_bytes(content).map_err(broken)?;
     tokenizer.with_truncation(None).map_err(broken)?;

@@ -5,7 +5,7 @@ use super::model::StressModel;
 use super::tokenizer::{self, Found};
 use crate::forward::{Stream, Tokens};
 use serde::{Deserialize, Serialize};
-use sigmascale::model::{AttentionSpec, Body, LayerWeights};
+use sigmascale::model::{AttentionSpec, Body, LayerWeights, read_capped};
 use sigmascale::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -52,19 +52,7 @@ impl TokenFile {
     /// # Errors
     /// `is_io` if it cannot be read; `is_format` if it is empty, larger than 64 MiB, or JSON of another form.
     pub fn read(path: &Path) -> Result<Self> {
-        let io = |error| Error::io(path, "read the tokens", error);
-        let metadata = std::fs::metadata(path).map_err(io)?;
-        if !metadata.is_file() {
-            return Err(Error::format(path, "tokens are read from a regular file"));
-        }
-        if metadata.len() > MAX_FILE {
-            let size = metadata.len();
-            return Err(Error::format(
-                path,
-                format_args!("a token file has at most {MAX_FILE} bytes, this has {size}"),
-            ));
-        }
-        let content = std::fs::read(path).map_err(io)?;
+        let content = read_capped(path, MAX_FILE, "a file of tokens")?;
         let json = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
         let content = if json {
             match serde_json::from_slice(&content) {
@@ -89,6 +77,11 @@ impl TokenFile {
     /// The file's name, for people.
     pub fn name(&self) -> String {
         self.path.file_name().unwrap_or(self.path.as_os_str()).to_string_lossy().into_owned()
+    }
+
+    /// How many tokens a model reads of it.
+    pub(super) fn count(&self, spec: &AttentionSpec, body: &Body<'_>) -> Result<usize> {
+        Ok(self.tokens(spec, body, 1)?.len())
     }
 
     /// The tokens that a model reads: at least one sequence of them, all of its vocabulary.

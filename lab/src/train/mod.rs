@@ -32,6 +32,7 @@ mod scenario;
 #[cfg(test)]
 mod scenario_tests;
 mod state;
+mod trained;
 #[cfg(test)]
 mod tests;
 mod trainer;
@@ -42,6 +43,7 @@ pub use optimizer::{AdamW, LossScale};
 pub use options::{TrainOptions, Watchdog};
 pub use scenario::{Arm, LabOptions, Peak, Spread, TrainResult, TrainRun, Training, run, run_with_progress};
 pub use state::TrainState;
+pub use trained::{TRAINED_STEPS, trained};
 pub use trainer::{Observed, StepRecord, Trainer};
 
 use sigmascale::Error;

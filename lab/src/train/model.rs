@@ -288,17 +288,22 @@ impl Parameters {
     /// Writes the weights, and nothing else, as a checkpoint folder that every reader of this crate opens.
     pub(super) fn save(&self, folder: &Path) -> Result<()> {
         std::fs::create_dir_all(folder).map_err(|error| Error::io(folder, "create the folder", error))?;
-        let config = format!("{:#}\n", self.kind.config());
+        let (config, weights) = self.encode()?;
         write_atomically(&folder.join("config.json"), config.as_bytes())?;
-        let file = folder.join("model.safetensors");
-        let broken = |error: safetensors::SafeTensorError| Error::format(&file, error);
+        write_atomically(&folder.join("model.safetensors"), &weights)
+    }
+
+    /// The config and the bytes of a safetensors file.
+    pub(super) fn encode(&self) -> Result<(String, Vec<u8>)> {
+        let config = format!("{:#}\n", self.kind.config());
+        let broken = |error: safetensors::SafeTensorError| Error::format(Path::new(self.kind.name()), error);
         let mut views = Vec::new();
         for parameter in &self.all {
             let bytes = bytemuck::cast_slice(&parameter.value);
             let view = TensorView::new(safetensors::Dtype::F32, parameter.shape.clone(), bytes).map_err(broken)?;
             views.push((parameter.name.as_str(), view));
         }
-        write_atomically(&file, &safetensors::serialize(views, None).map_err(broken)?)
+        Ok((config, safetensors::serialize(views, None).map_err(broken)?))
     }
 
     /// Weights from a folder that [`Parameters::save`] wrote; the moments are zero.

@@ -9,6 +9,7 @@ use sigmascale::bound::Tail;
 use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::runtime::RuntimeConfig;
+use sigmascale::spectral::Estimator;
 use sigmascale::{Error, Result};
 
 /// What a run is made from.
@@ -53,6 +54,8 @@ pub struct TrainOptions {
     pub bias: f32,
     /// Whether every step also compares attention with f32 on the same operands.
     pub compare: bool,
+    /// Where norms come from, for the policies that plan from bounds.
+    pub estimator: Estimator,
 }
 
 impl TrainOptions {
@@ -78,6 +81,7 @@ impl TrainOptions {
             watchdog: Watchdog::default(),
             bias: 0.0,
             compare: true,
+            estimator: Estimator::Gram,
         }
     }
 
@@ -133,7 +137,12 @@ impl TrainOptions {
 
     /// What the run's runtime is made from, if it has one.
     pub(super) fn runtime(&self) -> Option<RuntimeConfig> {
-        self.policy.map(|policy| RuntimeConfig { tail: self.tail, ..policy.into() })
+        self.policy.map(|policy| self.runtime_of(policy))
+    }
+
+    /// That of another policy over the same run.
+    pub(super) fn runtime_of(&self, policy: PolicyConfig) -> RuntimeConfig {
+        RuntimeConfig { tail: self.tail, estimator: self.estimator, ..policy.into() }
     }
 
     /// That of a layer's call in a step, which stochastic rounding has its own bits for.

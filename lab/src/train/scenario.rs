@@ -4,7 +4,7 @@ use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
-use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow, auto_c};
+use crate::stress::{Mode, PolicySummary, Scenario, StressOptions, StressResult, Tally, TraceRow, auto_c, median};
 use serde::Serialize;
 use sigmascale::attention::Delta;
 use sigmascale::bound::Tail;
@@ -54,6 +54,43 @@ impl LabOptions {
             spike: 8.0,
             spike_steps: 15,
         }
+    }
+
+    /// What a scenario that trains takes of the options of the others: policies, mode, seed, estimator and delta; `steps` in all.
+    ///
+    /// # Errors
+    /// `is_argument` if the steps end at the transition or before.
+    pub fn of_stress(
+        scenario: Scenario,
+        model: ModelKind,
+        options: &StressOptions,
+        seq_len: Option<usize>,
+    ) -> Result<Self> {
+        let base = Self::new(model);
+        let transition = if scenario == Scenario::Resume { 300 } else { 100 };
+        let after = match options.steps {
+            Some(steps) if steps <= transition => {
+                return Err(Error::argument(format_args!(
+                    "steps {steps} must be more than {transition}: {} changes at step {transition}",
+                    scenario.name()
+                )));
+            }
+            steps => steps.map(|steps| steps - transition),
+        };
+        Ok(Self {
+            train: TrainOptions {
+                seed: options.seed,
+                estimator: options.estimator,
+                tail: Tail { delta: options.delta, ..base.train.tail },
+                seq_len: seq_len.unwrap_or(base.train.seq_len),
+                ..base.train
+            },
+            mode: options.mode,
+            policies: options.policies.clone(),
+            transition: Some(transition),
+            after,
+            ..base
+        })
     }
 
     fn kinds(&self) -> Vec<PolicyKind> {
@@ -188,7 +225,7 @@ pub struct TrainResult {
 pub struct Spread {
     /// Smallest.
     pub min: f64,
-    /// Middle one, the lower of two.
+    /// Median.
     pub median: f64,
     /// Largest.
     pub max: f64,
@@ -203,9 +240,8 @@ impl Spread {
     /// ```
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().filter(|x| x.is_finite()).collect();
-        values.sort_by(f64::total_cmp);
-        let (min, max) = (*values.first()?, *values.last()?);
-        Some(Self { min, median: values[(values.len() - 1) / 2], max })
+        let median = median(&mut values)?;
+        Some(Self { min: values[0], median, max: values[values.len() - 1] })
     }
 }
 
@@ -518,6 +554,12 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
     let place = |kind| options.policies.iter().position(|policy| policy.kind() == kind);
     trace.sort_by_key(|row: &TraceRow| (row.step, place(row.policy), row.layer));
     let train = &options.train;
+    let mut notes = vec![format!(
+        "a model of {parameters} parameters on a generated language, {} sequences a step; every policy trains a run of its own \
+         from the same parameters and text",
+        train.batch
+    )];
+    notes.extend(train.estimator.caveat().map(|caveat| format!("estimator {}: {caveat}", train.estimator.name())));
     let stress = StressResult {
         scenario: course.scenario,
         mode: options.mode,
@@ -526,16 +568,13 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         model_layers_total: LAYERS,
         seed: train.seed,
         steps: course.steps,
+        estimator: train.estimator,
         seq_len: train.seq_len,
         tokens: None,
         tail: Some(train.tail),
         auto_c_burn_in: auto_c(&options.policies).burn_in,
         parameters: options.policies.clone(),
-        notes: vec![format!(
-            "a model of {parameters} parameters on a generated language, {} sequences a step; every policy trains a run of \
-             its own from the same parameters and text",
-            train.batch
-        )],
+        notes,
         policies,
         unavailable: Vec::new(),
         trace,

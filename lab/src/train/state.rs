@@ -12,6 +12,7 @@ use super::optimizer::{LossScale, Moments};
 use crate::file::write_atomically;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
+use sigmascale::model::read_capped;
 use sigmascale::policy::differs;
 use sigmascale::runtime::RuntimeState;
 use sigmascale::{Error, Result};
@@ -99,11 +100,7 @@ impl TrainState {
     /// `is_io` if the file cannot be read; `is_format` if it is foreign, truncated or damaged; `is_mismatch` if it is of
     /// another version. [`Trainer::resume`](super::Trainer::resume) checks that it belongs to the run.
     pub fn read(path: &Path) -> Result<Self> {
-        let length = std::fs::metadata(path).map_err(|error| Error::io(path, "read the state", error))?.len();
-        if length > MAX_FILE {
-            return Err(Error::format(path, format_args!("a training state has at most {MAX_FILE} bytes")));
-        }
-        let bytes = std::fs::read(path).map_err(|error| Error::io(path, "read the state", error))?;
+        let bytes = read_capped(path, MAX_FILE, "a training state")?;
         Self::decode(path, &bytes)
     }
 

@@ -9,9 +9,9 @@ use super::state::{Counters, Snapshot, TrainState};
 use crate::stress::{Divergence, Quality, Seen, TraceRow, identity, look, row};
 use candle_core::Tensor;
 use sigmascale::attention::{Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Inputs, Precision};
-use sigmascale::model::{AttentionSpec, LayerWeights};
+use sigmascale::model::{AttentionSpec, Checkpoint, LayerWeights};
 use sigmascale::policy::{PolicyConfig, Report};
-use sigmascale::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
+use sigmascale::runtime::{Runtime, RuntimeState, Step, StepOutcome, Weights, bounds_of};
 use sigmascale::{Error, Result};
 use std::path::Path;
 
@@ -103,9 +103,8 @@ impl Trainer {
     /// # Errors
     /// As [`Runtime::new`].
     pub fn shadow(&mut self, policies: &[PolicyConfig]) -> Result<()> {
-        let tail = self.options.tail;
         for &policy in policies {
-            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { tail, ..policy.into() })?);
+            self.shadows.push(Runtime::new(&self.spec, self.options.runtime_of(policy))?);
         }
         Ok(())
     }
@@ -147,6 +146,15 @@ impl Trainer {
     /// The policy's state; `None` for the control.
     pub fn scales(&self) -> Option<RuntimeState> {
         self.runtime.as_ref().map(Runtime::state)
+    }
+
+    /// The weights as a checkpoint in memory.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::from_memory`].
+    pub fn checkpoint(&self) -> Result<Checkpoint> {
+        let (config, weights) = self.parameters.encode()?;
+        Checkpoint::from_memory(config.as_bytes(), weights, self.options.model.name())
     }
 
     /// Writes the weights as a Hugging Face folder.
@@ -373,7 +381,11 @@ impl Trainer {
             let divergence = options.compare.then(|| Divergence::new(&call, &inputs));
             let mut one = |runtime: &mut Runtime, own: bool, precision: Precision| -> Result<Option<StepOutcome>> {
                 let Some(bounds) = bounds.clone() else { return Ok(None) };
-                let request = Step { layer, weights: Weights::Bounded(bounds), call, inputs, precision };
+                let weights = match runtime.estimated() {
+                    true => Weights::Changed(parameters.layer(layer)?),
+                    false => Weights::Bounded(bounds),
+                };
+                let request = Step { layer, weights, call, inputs, precision };
                 let mut outcome = runtime.step(request, &Cpu)?;
                 let seen = look(options.mode, &call.shape, &outcome);
                 let out = &outcome.output.out;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from ._runtime import Runtime
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._parameters import Tail
-    from ._typing import Backend, Bound, Fallback, Group, Layers, Policy, Telemetry
+    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, Telemetry
 
 
 def attach(
@@ -18,12 +18,16 @@ def attach(
     policy: Policy = "geometry",
     bound: Bound | None = None,
     *,
+    estimator: Estimator = "gram",
+    logits: Literal["e4m3"] | None = None,
     layers: Layers | None = None,
     backend: Backend = "auto",
     tail: Tail | None = None,
     fallback: Fallback = None,
     group: Group = None,
     telemetry: Telemetry = "full",
+    optimizer: Any = None,
+    strict: bool = False,
 ) -> Runtime:
     """Plans for every attention layer of a model.
 
@@ -40,6 +44,14 @@ def attach(
     probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that logit
     descales map onto.
 
+    ``estimator`` says where the norms of the logit bounds come from, under every policy that plans from them: ``gram`` (exact,
+    certified), ``power`` (the paper's power iteration, a head at a time) or ``power-summed`` (of the sum over a layer's heads, as
+    the paper has it). The last two keep their vectors from refresh to refresh: five iterations at first, one at each ``refresh()``,
+    to be called before every forward. They promise nothing: see :meth:`Runtime.estimates`. Descales of q, k and v are the same
+    under each.
+
+    ``logits="e4m3"`` also casts the logits of every call, by the plan's logit descales, as the paper does: see :func:`attention`.
+
     ``backend`` runs the attention calls: ``auto``, ``native``, ``fa3``, ``cudnn``, ``torch`` or ``emulated``. With
     ``fallback="bf16"`` PyTorch's attention runs the calls that no FP8 kernel supports (dropout, masks per head, and
     masks that are not causal, a window, padding or packing); a warning says so once, and ``stats()`` counts them. By
@@ -51,6 +63,30 @@ def attach(
     Bounds do not cover a dropout between a norm and the projections (the first layer of BERT, RoBERTa and ModernBERT's
     decoder): a RuntimeWarning says so while one is active.
 
-    Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
+    ``optimizer``: the optimizer, or a list of them, after whose steps the scales are computed anew. Anything with a
+    ``step()`` that updates the model is taken: a ``torch.optim.Optimizer``, a container or wrapper of some, a
+    DeepSpeedEngine. Gradient accumulation, skipped steps and optimizers that step inside the backward need nothing else.
+    Without it, call ``refresh()`` after every optimizer step. After ``model.load_state_dict()`` scales are computed anew
+    in either case.
+
+    A RuntimeWarning says once if a forward meets other weights than those of the scales, or if layers make no call
+    through this package in the first forward of the model. ``strict=True`` raises :class:`SigmascaleError` in place of it.
+    On a GPU, which is not waited for, weights are reported by a later forward.
+
+    Returns a :class:`Runtime`.
     """
-    return Runtime(model, policy, bound, layers, backend, tail, fallback, group, telemetry)
+    return Runtime(
+        model,
+        policy,
+        bound,
+        layers,
+        backend,
+        tail,
+        fallback,
+        group,
+        telemetry,
+        estimator,
+        logits,
+        optimizer=optimizer,
+        strict=strict,
+    )

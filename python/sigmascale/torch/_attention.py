@@ -17,13 +17,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _measured, _ops, _rope
+from . import _backends, _calls, _centers, _fallback, _masks, _measured, _ops, _rope
 from ._e4m3 import E4M3, dequantised
 from ._plan import LayerPlan
-from ._terms import FP8_DQ, NOTHING, OPERANDS, UNROUNDED_DELTA, Terms
+from ._terms import FP8_DQ, NOTHING, OPERANDS, ROUNDED_DELTA, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
-    from ._typing import Backend, Fallback, Gradients, Plan, Rotation
+    from ._typing import Backend, Centers, Fallback, Gradients, Plan, Rotation
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -48,6 +48,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -69,6 +71,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -89,6 +93,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     gradients: Gradients = None,
     rope: Rotation | None = None,
+    centers: Centers | None = None,
+    logits: Literal["e4m3"] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -98,9 +104,9 @@ def attention(
     ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key. ``softmax_scale``: by
     default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
 
-    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed) or
-    ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are
-    needed). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
+    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed, and
+    without gradients while the plan's model is in training mode, since a checkpoint may compute the call again) or
+    ``"fp8-N"``, promoted to f32 every N keys or more often (the default elsewhere is ``"fp8-256"``). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
     supports, and ``None`` refuses or emulates them.
 
     ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap *
@@ -109,13 +115,25 @@ def attention(
 
     ``rope``: ``(cosines, sines)`` or a :class:`Rope` by which q and k are rotated first. On a GPU this package's kernels
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
-    where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
+    under the policy ``current``, under ``torch.compile`` and on other backends.
 
-    ``gradients``: how the backward computes dQ, of the two below or as usual. ``"fp8-dq"``: by a product in FP8, for heads
-    of at most 128 on a GPU. A step is about 3 % faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's
-    descale is far above what V needs. ``"unrounded-delta"``: from the output before its rounding to bfloat16. The forward
-    keeps what the rounding took (2 bytes more per element of the output from forward to backward). The error of delta, which
-    has one sign where row maxima repeat and made trainings diverge, is gone then. ``plan.unrounded_delta`` sets it for a layer.
+    ``centers``: ``(c, m)``, f32 ``(n_kv_heads, d)`` or None for each: what is subtracted from k, after its rotation, and from v
+    before their cast. The result is the same for any values (c is invisible to softmax, m is added to the output) but for
+    rounding errors, which are those of ``k - c`` and ``v - m``. By default the plan's. The descales are those of what is cast:
+    those of a plan with centers cover it. All parts of a sequence that share a cache need one c. Not with sinks, and c not with a
+    soft-cap.
+
+    ``gradients``: how the backward computes dQ. By default its delta is that of the output before the rounding to
+    bfloat16, so that a row that sees one key has a dQ of zero and repeated row maxima bias nothing; the forward keeps what
+    the rounding took, 2 bytes per element of the output, until the backward. ``"rounded-delta"`` takes the stored output and
+    keeps nothing, as other libraries, ``ring_attention`` and other accumulators than ``"f16"`` do in any case. ``"fp8-dq"``
+    takes it too, and computes dQ by a product in FP8, for heads of at most 128 on a GPU: a step is about 3 % faster with
+    heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
+
+    ``logits="e4m3"``: logits are rounded to E4M3 by the plan's logit descales on their way into the softmax, as in the
+    spectral-bounds paper; gradients pass through unchanged. ``plan`` is that of a policy with logit bounds, or four descales, the
+    fourth f32 ``(n_q_heads,)``. Overflow is counted in ``runtime.stats()``. On a GPU inference runs in this package's kernel,
+    and calls with gradients in plain PyTorch, which is slow. By default the plan's ``logits``.
 
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
     n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
@@ -137,7 +155,8 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
         rope=rope,
-        how=How(backend, accumulator, fallback, gradients),
+        centers=centers,
+        how=How(backend, accumulator, fallback, gradients, logits),
     )
     out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
@@ -151,18 +170,21 @@ class How:
     accumulator: str | None = None
     fallback: str | None = None
     gradients: str | None = None
+    logits: str | None = None
     # Parts that keys are split into; 0: as is fastest.
     splits: int = 0
 
     def __post_init__(self):
         if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 0:
             raise ArgumentError(f"num_splits {self.splits!r} must be a whole number, 0 for as many as are fastest")
+        if self.logits not in (None, "e4m3"):
+            raise ArgumentError(f"logits {self.logits!r} must be 'e4m3' or None")
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
-        if self.gradients not in (None, FP8_DQ, UNROUNDED_DELTA):
-            raise ArgumentError(f"gradients {self.gradients!r} must be {FP8_DQ!r}, {UNROUNDED_DELTA!r} or None")
-        if self.gradients is not None and given not in (None, "f16"):
+        if self.gradients not in (None, FP8_DQ, ROUNDED_DELTA):
+            raise ArgumentError(f"gradients {self.gradients!r} must be {FP8_DQ!r}, {ROUNDED_DELTA!r} or None")
+        if self.gradients == FP8_DQ and given not in (None, "f16"):
             raise ArgumentError(
                 f"gradients={self.gradients!r} is for the accumulator 'f16', not {given!r}: leave one of the two out"
             )
@@ -186,6 +208,8 @@ class _Resolved:
     # Whose call it is, and whether it may run in BF16 where that is faster: not where statistics are planned from.
     label: torch.Tensor | None = None
     may_be_bf16: bool = False
+    # Descales of E4M3 logits, or None.
+    logit_descale: torch.Tensor | None = None
 
     def rows(self, batch):
         """Descales ``(batch, n_kv)``."""
@@ -208,6 +232,7 @@ def attend(
     dropout=0.0,
     return_lse=False,
     rope=None,
+    centers=None,
     how=How(),
     loaded=None,
 ):
@@ -230,20 +255,13 @@ def attend(
             loaded()
         out = q.new_zeros((*q.shape[:3], v.shape[3])) + sum(x[:0].sum() for x in (q, k, v) if x.dtype != E4M3)
         return out, q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    if isinstance(plan, LayerPlan) and plan.unrounded_delta and how.gradients != UNROUNDED_DELTA:
-        if how.gradients is not None:
-            raise ArgumentError(
-                f"gradients={how.gradients!r} takes delta from the rounded output, and the plan of {plan.name} asks for "
-                "unrounded_delta: leave one of the two out"
-            )
-        how = dataclasses.replace(how, gradients=UNROUNDED_DELTA)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     sinks, (left, right) = sinks_of(sinks, q), window_of(window, causal, *lengths)
     saves = _saves(q, k, v, sinks)
-    # Operands that are E4M3 already have no dQ.
-    keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
-    accumulator = how.accumulator or (_TRAINING if saves else INFERENCE)
+    accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan, call) else INFERENCE)
+    keeps = _kept(q, call, how, accumulator) if saves else NOTHING
+    k_center, v_center = centers_of(centers, q, k, v, plan, softcap, sinks)
     terms = Terms(
         causal=causal,
         scale=call.scale,
@@ -251,10 +269,13 @@ def attend(
         window_right=right,
         soft_cap=_softcap(softcap),
         sinks=sinks,
+        k_center=k_center,
+        v_center=v_center,
         accumulator=accumulator,
         keeps=keeps,
         splits=how.splits,
         sequences=sequences,
+        logit_descale=call.logit_descale,
     )
     calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
     if reason is None and mask is not None:
@@ -267,23 +288,22 @@ def attend(
         reason = _refusal(q, v, calls[0], call)
     if rope is not None:
         rope = _rope.checked(rope, q, k)
-        if reason is not None or not _turns_in_cast(q, k, v, terms, call):
+        if reason is not None or not _turns_in_cast(q, k, v, terms, call, return_lse):
             (q, k), rope = _rope.turned(rope, q, k), None
-    refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
-    if refused and unrounded:
+    refused = reason is not None
+    if refused and call.logit_descale is not None:
         raise UnsupportedError(
-            f"gradients={UNROUNDED_DELTA!r} is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels "
-            "take delta from their rounded output: leave it out"
+            f"logits='e4m3' is for this package's attention, and this call is not for it: {reason}. Leave it out"
         )
     if loaded is not None and not (refused and call.fallback is None):
         k, v = loaded()
     # PyTorch's own gives a log-sum-exp by a slow way alone.
-    if not refused and not unrounded and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
+    if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _measured.slower(q, k, v, calls[0])
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
-        parts = [_call(q, k, v, each, call, rope) for each in calls]
+        parts = [_call(q, k, v, each, call, rope, return_lse) for each in calls]
         if len(parts) == 1:
             return parts[0]
         # Calls of one mask share no rows, and those of the others are zero.
@@ -296,6 +316,7 @@ def attend(
     _calls.count_plain(call.label, reason, say=refused)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
+        k, v = _centers.restored(k, v, terms)
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
 
 
@@ -342,8 +363,9 @@ def sinks_of(sinks, q):
 def _refusal(q, v, terms, call):
     """Why no FP8 kernel takes the call, or None."""
     if call.backend in _backends.LIBRARIES and not (terms.dense and q.shape[3] == v.shape[3]):
-        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks and padding"
-    if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
+        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks, centers and padding"
+    may_leave = call.fallback is not None and call.logit_descale is None
+    if may_leave and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
         return f"no FP8 kernel takes d_head {q.shape[3]} here"
     return None
 
@@ -353,14 +375,43 @@ def _saves(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _turns_in_cast(q, k, v, terms, call):
-    """Whether the kernels' cast can turn q and k: nobody else sees them before."""
-    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
+def _kept(q, call, how, accumulator):
+    """What a forward keeps for its backward."""
+    # Operands that are E4M3 already have no dQ.
+    if q.dtype == E4M3 or how.gradients == ROUNDED_DELTA:
+        return OPERANDS
+    if how.gradients == FP8_DQ:
+        return FP8_DQ
+    # Other libraries keep their output, and a backward of other sums computes it again.
+    return UNROUNDED_DELTA if accumulator == _TRAINING and call.backend not in _backends.LIBRARIES else OPERANDS
+
+
+def _is_checkpoint(q, plan, call):
+    """Whether a call without gradients can be that of a reentrant checkpoint, whose recompute must give the same bits."""
+    if torch.is_inference_mode_enabled() or q.dtype == E4M3 or not isinstance(plan, LayerPlan):
+        return False
+    # With logits in E4M3 the kernel has sums in FP8 alone.
+    return plan.training and call.logit_descale is None
+
+
+def _turns_in_cast(q, k, v, terms, call, return_lse):
+    """Whether the kernels' cast can rotate q and k: nothing else computes with them before it."""
+    if return_lse and terms.k_center is not None:
+        return False
+    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v):
         return False
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
 
-def _call(q, k, v, terms, call, rope=None):
+def centers_of(centers, q, k, v, plan, softcap, sinks):
+    """c and m of a call: those that are given, else those of the plan where they are exact, which its descales cover either way."""
+    if centers is not None or not isinstance(plan, LayerPlan):
+        return _centers.checked(centers, q, k, v, softcap, sinks)
+    c, m = plan.centers
+    return None if softcap or sinks is not None else c, None if sinks is not None else m
+
+
+def _call(q, k, v, terms, call, rope=None, return_lse=False):
     """One call of the operator. ``rope``: the cast turns q and k."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
     if len(descales) == 3:
@@ -368,7 +419,7 @@ def _call(q, k, v, terms, call, rope=None):
     if rope is not None and terms.keeps != NOTHING:
         q, k = _rope.turned_back(rope, q, k)
     out, lse, *_ = _ops.run(q, k, v, descales, terms, call.backend, call.label, call.words, rope)
-    return out, lse
+    return out, _centers.model_lse(lse, q, descales[0], terms) if return_lse else lse
 
 
 def resolve(q, k, v, plan, softmax_scale, how, keys):
@@ -387,7 +438,8 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
             )
         if q.device != plan.words.device:
             raise ArgumentError(
-                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: move q, k and v there"
+                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: attach to the model again after it was "
+                "moved, or move q, k and v there"
             )
         runtime = plan.runtime
         descales = None if plan.per_call else tuple(plan._descales)
@@ -396,7 +448,19 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
         words, scale = None if exporting else plan.reported, plan.softmax_scale
         label = None if exporting else plan.label
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
+        logit_descale = plan.logit_descale if how.logits or plan.logits else None
+        if logit_descale is None and (how.logits or plan.logits):
+            raise UnsupportedError(
+                f"the plan of {plan.name} has no descales of logits: attach with logits='e4m3', or with another policy than "
+                f"{runtime.policy!r}"
+            )
     else:
+        logit_descale = None
+        if how.logits and isinstance(plan, Sequence | torch.Tensor) and len(plan) == 4:
+            *plan, logit_descale = plan
+            logit_descale = _logit_row(logit_descale, q)
+        elif how.logits:
+            raise TypeError("logits='e4m3' needs a layer of a Runtime or four descales: of q, k, v and the logits")
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
             raise TypeError(
                 f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, "
@@ -423,8 +487,17 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
             f"gradients='fp8-dq' is for heads of at most 128 on a GPU, not {widest}: leave it out for this layer"
         )
     # The descales of a plan alone say where the call would be counted.
-    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers
-    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16)
+    may_be_bf16 = backend == "auto" and label is not None and not plan.remembers and logit_descale is None
+    return _Resolved(descales, words, float(scale), backend, fallback, label, may_be_bf16, logit_descale)
+
+
+def _logit_row(descale, q):
+    fits = isinstance(descale, torch.Tensor) and descale.dtype == torch.float32 and descale.device == q.device
+    if not fits or descale.shape != (q.shape[2],):
+        raise MismatchError(
+            f"the descales of logits must be float32 ({q.shape[2]},) on {q.device}, one for each query head"
+        )
+    return descale.contiguous()
 
 
 def typed(out, q):
@@ -435,7 +508,8 @@ def typed(out, q):
 def lowered(*tensors):
     """Under autocast its type, as PyTorch's own attention takes it."""
     kinds = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
-    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
+    # PyTorch knows no autocast of the meta device.
+    if len(kinds) != 1 or "meta" in kinds or not torch.is_autocast_enabled(*kinds):
         return tensors
     dtype = torch.get_autocast_dtype(*kinds)
     lower = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in (*_DTYPES, dtype) else x
@@ -476,7 +550,7 @@ def check(q, k, v, sequences=None):
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(
-                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry a sequence, on {q.device} is needed"
+                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry per sequence, on {q.device} is needed"
             )
 
 
@@ -585,8 +659,11 @@ def scaled_dot_product_attention(
         # Queries after the last key see all.
         attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
         is_causal = False
+    q, k, v = (_by_channels(x).transpose(1, 2) for x in (query, key, value))
     out, _ = attend(
-        *(_by_channels(x).transpose(1, 2) for x in (query, key, value)),
+        q,
+        k,
+        v,
         plan,
         causal=bool(is_causal),
         softmax_scale=scale,

@@ -72,6 +72,8 @@ def choose(name, q, v, terms):
     if name != "auto":
         return backend(name), f"backend={name!r}"
     kernel = kernel_for(q, v, terms)
+    if kernel is None and q.is_cuda and terms.logit_descale is not None and Native.takes(q, v, dataclasses.replace(terms, logit_descale=None)):
+        return backend("emulated"), "gradients through logits in E4M3 have no kernel"
     if kernel is None and q.is_cuda:
         _warn_of_emulation(q.shape[3], torch.cuda.get_device_capability(q.device))
     kernel = kernel or "emulated"
@@ -128,7 +130,7 @@ def _flash_backward(grad, operands, descales, causal, scale):
     q, k, v = (dequantised(x, d) for x, d in zip(operands, descales))
     group = q.shape[2] // k.shape[2]
     heads = lambda x: x.transpose(1, 2)
-    q, k, v = heads(q), *(heads(x.repeat_interleave(group, dim=2)) for x in (k, v))
+    q, (k, v) = heads(q), (heads(x.repeat_interleave(group, dim=2)) for x in (k, v))
     out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )

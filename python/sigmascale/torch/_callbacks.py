@@ -21,9 +21,9 @@ class TrainerMonitor:
 
     Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and
     gradient norm where it logs (``logging_steps``), the loss as the mean since the last log; other steps have a rate
-    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, and after weights
-    were loaded (``resume_from_checkpoint``, ``load_best_model_at_end``), which has to be done once. ``options`` are
-    those of :class:`Monitor`. Only the first process of a distributed run records.
+    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, unless :func:`attach` was given the optimizer,
+    and after weights were loaded (``resume_from_checkpoint``, ``load_best_model_at_end``). ``options`` are those of
+    :class:`Monitor`. Only the first process of a distributed run records.
     """
 
     monitor: Monitor | None
@@ -37,8 +37,10 @@ class TrainerMonitor:
         refresh: bool = True,
         **options: Any,
     ) -> None:
-        self.monitor, self._make = None, lambda step: Monitor(runtime, path, every, first_step=step, **options)
-        self._runtime, self._refresh, self._pending = runtime, refresh, None
+        self.monitor: Monitor | None = None
+        self._make = lambda step: Monitor(runtime, path, every, first_step=step, **options)
+        self._runtime, self._refresh = runtime, refresh
+        self._pending: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Opens the record. Scales become those of the checkpoint from which the run goes on, if it does."""
@@ -57,11 +59,11 @@ class TrainerMonitor:
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """New scales."""
-        if self._refresh:
+        if self._refresh and not self._runtime._following:
             self._runtime.refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Takes what the Trainer tells of the step."""
+        """Takes what the Trainer reports of the step."""
         if self._pending is not None and logs:
             known = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
             self._pending |= {name: logs[key] for key, name in known.items() if key in logs}

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _attention, _backends, _e4m3
+from . import _attention, _backends, _e4m3, _ops
 from ._plan import LayerPlan
 from ._terms import Terms, hidden
 
@@ -138,7 +137,7 @@ def ring_attention(
         raise ArgumentError(
             f"{q.shape[1]} queries are no two chunks: shard_sequence(..., zigzag=True) gives an even number"
         )
-    return _Ring.apply(q, k, v, call, bool(causal))
+    return call.joined(_Ring.apply(q, *call.centered(k, v), call, bool(causal)))
 
 
 def ulysses_attention(
@@ -162,7 +161,7 @@ def ulysses_attention(
         raise UnsupportedError(
             f"{call.ranks} ranks do not share {n_q} query and {n_kv} KV heads evenly: use ring_attention, or fewer ranks"
         )
-    return _Ulysses.apply(q, k, v, call, bool(causal))
+    return call.joined(_Ulysses.apply(q, *call.centered(k, v), call, bool(causal)))
 
 
 class _Call:
@@ -180,11 +179,6 @@ class _Call:
         if known.descales is None:
             raise UnsupportedError("policy 'current' has other descales on each rank: context parallelism needs a plan")
         if isinstance(plan, LayerPlan):
-            if plan.unrounded_delta:
-                raise UnsupportedError(
-                    f"the parts of a shared sequence are joined in PyTorch, and delta is that of the rounded output: set "
-                    f"unrounded_delta of the plan of {plan.name} to False"
-                )
             keys = self.ranks * k.shape[1]
             if plan.positions is not None and keys > plan.positions:
                 raise MismatchError(
@@ -192,7 +186,19 @@ class _Call:
                     f"{plan.positions}"
                 )
         self.words, self.scale, self.descales = known.words, known.scale, known.rows(q.shape[0])[:3]
+        self._c, self._m = _attention.centers_of(None, q, k, v, plan, None, None)
         self.forward, self.backward = kernels or _kernels(q)
+
+    def centered(self, k, v):
+        """Keys and values without the plan's centers; all ranks have the same."""
+        k = k if self._c is None else k.float() - self._c
+        return k, v if self._m is None else v.float() - self._m
+
+    def joined(self, out):
+        """The output with m, once, behind the merge."""
+        if self._m is None:
+            return out
+        return (out.float() + self._m.repeat_interleave(out.shape[2] // self._m.shape[0], dim=0)).to(out.dtype)
 
     def cast(self, q, k, v):
         """q, k and v in E4M3, with their statistics."""
@@ -263,7 +269,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_ops.without_second
     def backward(ctx, grad):
         call = ctx.call
         q8, k8, v8, out, lse, *descales = ctx.saved_tensors
@@ -314,14 +320,14 @@ class _Ulysses(torch.autograd.Function):
         return _to_sequence(out, call)
 
     @staticmethod
-    @once_differentiable
+    @_ops.without_second
     def backward(ctx, grad):
         call = ctx.call
         *operands, out, lse, q_descale, k_descale, v_descale = ctx.saved_tensors
         grad = _to_heads(grad.to(torch.bfloat16), call)
         own, operands = (q_descale, k_descale, v_descale), [x.view(_e4m3.E4M3) for x in operands]
         grads = call.backward(grad, *operands, own, out, lse, ctx.causal, call.scale)
-        # Repeated heads lie on several ranks: they are summed behind the exchange, in f32.
+        # Repeated heads lie on several ranks: they are summed after the exchange, in f32.
         q_grad, k_grad, v_grad = (_to_sequence(g.float(), call) for g in grads)
         k_grad, v_grad = (g.unflatten(2, (-1, ctx.repeat)).sum(dim=3) for g in (k_grad, v_grad))
         return (*(g.to(kind) for g, kind in zip((q_grad, k_grad, v_grad), ctx.types)), None, None)

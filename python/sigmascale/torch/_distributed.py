@@ -28,7 +28,7 @@ def is_dtensor(tensor):
 
 
 def local(tensor):
-    """What of a tensor lies here."""
+    """The local part of a tensor."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor
 
 
@@ -107,6 +107,17 @@ class Units:
         """The units that a module lies in, the nearest first."""
         return self._above.get(module, ())
 
+    def shard(self, module, name):
+        """The part of a sliced parameter that stays here between forwards, or None where that is not known."""
+        parameter = module._parameters.get(name)
+        if is_dtensor(parameter):
+            return local(parameter)
+        if parameter is not None and is_partitioned(parameter):
+            return getattr(parameter, "ds_tensor", None)
+        wrapper = next(filter(_is_wrapper, self.above(module)), None)
+        handle = getattr(wrapper, "_handle", None)
+        return None if handle is None else getattr(handle.flat_param, "_local_shard", None)
+
     def flattened(self, module):
         """Names, shapes and types of the module's parameters that were flattened."""
         return {name: place for (owner, name), place in self._flat.items() if owner is module}
@@ -133,7 +144,7 @@ def _compute_device(dtensor):
 class View:
     """How parameters are seen while layers are read, and which of a layer's tensors came from where.
 
-    ``view(owner, name, tensor)`` is what stands for a parameter: the local tensor of a DTensor; a tensor without values, of the
+    ``view(owner, name, tensor)`` is what represents a parameter: the local tensor of a DTensor; a tensor without values, of the
     local shape, where FSDP has sliced it (``at_rest``); ``kept`` where a copy was kept.
     """
 

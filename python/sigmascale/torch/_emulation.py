@@ -2,7 +2,9 @@
 
 import torch
 
-from ._e4m3 import E4M3, P_SCALE, cast_all
+from ._centers import centered, joined
+from ._e4m3 import E4M3, MAX, P_SCALE, cast_all
+from ._telemetry import add_logits
 from ._terms import seen_rows, within
 
 
@@ -12,11 +14,11 @@ class Emulated:
     name, per_tensor = "emulated", False
 
     def forward(self, q, k, v, descales, terms, words=None, residual=None):
-        q, k, v = seen_rows(q, k, v, terms)
+        q, k, v = seen_rows(*centered(q, k, v, terms), terms)
         operands = cast_all(q, k, v, descales, words)
         q8, k8, v8 = _heads(*operands)
         factor, v_descale = _factors(descales, q8.shape[1], terms)
-        logits, _ = _logits(q8, k8, factor, terms)
+        logits, _ = _logits(q8, k8, factor, terms, words)
         top = logits.amax(dim=3, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         weights = torch.exp(logits - top)
         total = weights.sum(dim=3, keepdim=True)
@@ -28,7 +30,7 @@ class Emulated:
         weights = (weights * P_SCALE).to(torch.float16 if terms.accumulator == "f16" else E4M3).float()
         # Divided by the row sum with the sink in it.
         out = (weights @ v8) * (v_descale / P_SCALE) * torch.exp(top - lse)
-        wide = torch.where(total > 0, out, 0.0).transpose(1, 2)
+        wide = joined(torch.where(total > 0, out, 0.0).transpose(1, 2), lse.squeeze(3), terms)
         out = wide.to(torch.bfloat16)
         if residual is not None:
             residual.copy_(wide - out.float())
@@ -90,11 +92,19 @@ def _factors(descales, heads, terms):
     return q_descale * k_descale * terms.scale, v_descale
 
 
-def _logits(q8, k8, factor, terms):
-    """Logits, ``-inf`` where a key is hidden, and the slope of the soft-cap or None."""
+def _logits(q8, k8, factor, terms, words=None):
+    """Logits, ``-inf`` where a key is hidden, and the slope of the soft-cap or None. ``words``: for the statistics of logits in
+    E4M3."""
     logits, slope = (q8 @ k8.transpose(2, 3)) * factor, None
     if terms.soft_cap is not None:
         capped = torch.tanh(logits / terms.soft_cap)
         logits, slope = terms.soft_cap * capped, 1 - capped * capped
     visible = terms.visible(q8.shape[0], q8.shape[2], k8.shape[2], q8.device)
+    if terms.logit_descale is not None:
+        unit = terms.logit_descale.view(-1, 1, 1)
+        scaled = logits / unit
+        if words is not None:
+            seen = torch.ones((), dtype=torch.bool, device=logits.device) if visible is None else visible
+            add_logits(words, logits, ((scaled.abs() > MAX) & torch.isfinite(scaled) & seen).sum(dim=(0, 2, 3)), seen)
+        logits = scaled.clamp(-MAX, MAX).to(E4M3).float() * unit
     return logits if visible is None else logits.masked_fill(~visible, -torch.inf), slope

@@ -1,4 +1,4 @@
-"""An engine over layers in memory: what it reads, whether that still lies there, and where its results go."""
+"""An engine over layers in memory: what it reads, whether that is still there, and where its results go."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ import torch
 
 from .. import _native
 from .._errors import UnsupportedError
-from . import _distributed, _heads, _host, _layers
+from . import _distributed, _estimates, _heads, _host, _layers
 
 
 class Engine:
@@ -24,15 +24,22 @@ class Engine:
         logits = "bounds" in targets
         if any(latent):
             self._engine = _latent(found, logits, runtime)
+        elif runtime._estimates is not None:
+            runtime._estimates.check_entries(entries)
+            self._engine = _estimating(rows, runtime)
         elif runtime.device.type == "cpu":
             self._engine = _host.ScaleEngine(rows, logits, dataclasses.asdict(runtime.tail), runtime._q_heads)
         else:
             self._engine = _native.ScaleEngine(runtime.device.index, rows, logits, runtime.tail.eta)
         self._results = _Results(self._engine, targets, runtime)
         self._copies = self._results.copies([len(each) for each in entries], indices)
+        self._estimates, self._indices = runtime._estimates, indices
 
     def run(self, stream):
-        self._engine.launch(stream)
+        if self._estimates is None:
+            self._engine.launch(stream)
+        else:
+            self._estimates.launch(self._engine, self._results.vectors, stream, self._indices)
         for source, target in self._copies:
             target.copy_(source)
 
@@ -45,15 +52,25 @@ def _latent(found, logits, runtime):
     says FP8, and for shapes that no kernel takes."""
     if runtime.device.type == "cuda" and not logits:
         with contextlib.suppress(UnsupportedError):
-            return _DeviceLatent(found, runtime.device)
-    return _host.LatentEngine(found, logits, runtime.tail.eta, runtime.device)
+            return _DeviceMla(found, runtime.device)
+    return _host.MlaEngine(found, logits, runtime.tail.eta, runtime.device)
 
 
-class _DeviceLatent:
+def _estimating(rows, runtime):
+    """The engine whose norms are those of a power iteration."""
+    estimates = runtime._estimates
+    if runtime.device.type == "cpu":
+        return _host.EstimateEngine(rows, estimates, dataclasses.asdict(runtime.tail), runtime._q_heads)
+    iterations = (_estimates.COLD, _estimates.WARM)
+    eta = runtime.tail.eta
+    return _native.EstimateEngine(runtime.device.index, rows, estimates.estimator, eta, iterations, estimates.cover)
+
+
+class _DeviceMla:
     """The native engine of latent attention, with the interface of that of the host."""
 
     def __init__(self, found, device):
-        self._native = _native.LatentEngine(device.index, self._places(found))
+        self._native = _native.MlaEngine(device.index, self._places(found))
         self.results = self._native.results
 
     def fits(self, layers):
@@ -81,11 +98,15 @@ class ShapeEngine:
         entries, logits = _entries(layer), "bounds" in targets
         if self._latent:
             self._engine = _latent([layer], logits, runtime)
+        elif runtime._estimates is not None:
+            runtime._estimates.check_entries([entries])
+            self._engine = _estimating(entries, runtime)
         elif runtime.device.type == "cpu":
             self._engine = _host.ScaleEngine(entries, logits, dataclasses.asdict(runtime.tail), runtime._q_heads)
         else:
             self._engine = _native.ShapeEngine(runtime.device.index, entries, logits, runtime.tail.eta)
         self._device, self._results, self._copies = runtime.device, _Results(self._engine, targets, runtime), {}
+        self._estimates = runtime._estimates
         # The stream of the last launch, whose results the next one overwrites.
         self._last = None
 
@@ -101,7 +122,10 @@ class ShapeEngine:
                 current.wait_stream(self._last)
             self._last = current
         given = self._given(layer)
-        self._engine.launch(stream, given)
+        if self._estimates is None:
+            self._engine.launch(stream, given)
+        else:
+            self._estimates.launch(self._engine, self._results.vectors, stream, [index], given)
         if index not in self._copies:
             self._copies[index] = self._results.copies([len(given)], [index])
         for source, target in self._copies[index]:
@@ -117,6 +141,8 @@ class _Results:
     def __init__(self, engine, targets, runtime):
         results = engine.results()
         self.word = _heads.memory(engine, results.pop("status"), torch.int32, runtime.device)
+        vectors = results.pop("vectors", None)
+        self.vectors = None if vectors is None else _heads.memory(engine, vectors, torch.float32, runtime.device)
         self._values = {
             name: _heads.memory(engine, place, torch.float32, runtime.device) for name, place in results.items()
         }
@@ -174,6 +200,15 @@ class Sources:
     def owned(self):
         """Whether any of it is a module's own."""
         return any(holder is not None for holder, *_ in self._held)
+
+    def moved(self):
+        """Whether a tensor was replaced by another or given other memory: what of :meth:`unchanged` is cheap enough to be
+        asked in every forward."""
+        return any(
+            (holder is not None and holder.get(key) is not held)
+            or (place is not None and not _distributed.is_dtensor(held) and held.data_ptr() != place[0])
+            for holder, key, held, place in self._held
+        )
 
     def unchanged(self):
         """Whether all of it is where it was."""

@@ -11,7 +11,7 @@ from ._terms import hidden, seen_rows
 def attend(q, k, v, terms, *, mask=None, dropout=0.0, return_lse=False):
     """Attention in the operands' type: output ``(batch, seq, heads, d_v)``, and LSE or None.
 
-    ``mask`` hides keys beside those that ``terms`` hides. Soft-caps, sinks and an LSE are computed in plain PyTorch, with all
+    ``mask`` hides keys besides those that ``terms`` hides. Soft-caps, sinks and an LSE are computed in plain PyTorch, with all
     logits in memory.
     """
     scale, softcap, sinks = terms.scale, terms.soft_cap, terms.sinks
@@ -23,7 +23,7 @@ def attend(q, k, v, terms, *, mask=None, dropout=0.0, return_lse=False):
         visible = visible & mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
     mask = mask if visible is None else visible
     if terms.sequences is not None:
-        # NaN beside a sequence is not to be multiplied by zero, and rows that see nothing are zero.
+        # NaN besides a sequence is not to be multiplied by zero, and rows that see nothing are zero.
         q, k, v = seen_rows(q, k, v, terms)
     heads = lambda x: x.transpose(1, 2)
     if softcap is None and sinks is None and not return_lse:

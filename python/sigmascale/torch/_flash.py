@@ -579,7 +579,7 @@ def cache_lengths(cache_seqlens, batch, new, capacity):
     for length in known:
         if not 0 <= length <= capacity - new:
             raise MismatchError(
-                f"{new} keys behind {length} do not fit a cache of {capacity}: cache_seqlens must be from 0 to {capacity - new}"
+                f"{new} keys after {length} do not fit a cache of {capacity}: cache_seqlens must be from 0 to {capacity - new}"
             )
     return cache_seqlens
 
@@ -600,7 +600,7 @@ def _pages(block_table, lengths, new, k_cache):
 
 
 def _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity):
-    """New keys rotated by their positions behind the cache, and queries likewise, or ``together`` by the first of
+    """New keys rotated by their positions after the cache, and queries likewise, or ``together`` by the first of
     these."""
     if k is None:
         raise ArgumentError("rotary_cos and rotary_sin rotate new keys: give k and v too, or rotate q before the call")
@@ -681,7 +681,7 @@ def _filled(lengths, new, leftpad, q, capacity):
     return Sequences(q_starts, q_ends, starts, ends.to(torch.int32), rows, capacity)
 
 
-# Keywords of FlashAttention-3 beside those of ``flash_attn``: the value that asks for nothing, and what to do instead.
+# Keywords of FlashAttention-3 besides those of ``flash_attn``: the value that asks for nothing, and what to do instead.
 # Hints: how the work is shared out, which changes no result.
 _SCHEDULES = ("pack_gqa", "sm_margin", "scheduler_metadata")
 # Taken, by the functions that have a use for them.

@@ -42,7 +42,7 @@ class Guard:
     ...     if guard.step(loss, norm):
     ...         optimizer.step()
     ...     optimizer.zero_grad()
-    ...     runtime.refresh()
+    ...     runtime.refresh()                       # unless attach() was given the optimizer
 
     The rules:
 
@@ -57,7 +57,7 @@ class Guard:
       are not rewound, so that the batches of the failure are not seen again (Chowdhery et al., *PaLM*,
       arXiv:2204.02311, section 5.1, restarted about 100 steps before a spike and skipped 200 to 500 batches).
     - **Spike.** A loss more than ``spike`` standard deviations, and more than 2^-7 of it, above the mean of the last 1000
-      healthy ones, of which there must be 100 (the criterion of the spike score in *2 OLMo 2 Furious*, arXiv:2501.00656, where it is 7).
+      healthy ones, at least 100 of them (the criterion of the spike score in *2 OLMo 2 Furious*, arXiv:2501.00656, where it is 7).
       ``spike=None`` disables it.
     - **Rate.** After a restore the optimizer steps with half the rate for ``cooldown`` healthy steps; after each
       further restore in that time, with half of it again. The rate is lowered only inside ``optimizer.step()``, so
@@ -81,7 +81,7 @@ class Guard:
     ``loss-scale``) and to ``on_event(name, message)``; warnings are a RuntimeWarning too.
 
     Of a distributed run every rank makes a guard, and all must decide alike: pass the loss reduced over ranks, or
-    ``group``, over which the guard averages loss and norm in one small all-reduce a step. Each rank copies what it
+    ``group``, over which the guard averages loss and norm in one small all-reduce per step. Each rank copies what it
     holds.
     """
 
@@ -146,7 +146,7 @@ class Guard:
         ]
 
     def step(self, loss: Number, grad_norm: Number | None = None) -> bool:
-        """Whether the optimizer shall step; call it behind the backward. ``loss``, ``grad_norm``: numbers or tensors of
+        """Whether the optimizer shall step; call it after the backward. ``loss``, ``grad_norm``: numbers or tensors of
         one value, the norm unscaled and before or after clipping. Without ``grad_norm`` the gradients of the optimizer
         are looked at. Waits for the device.
 
@@ -195,6 +195,9 @@ class Guard:
             with contextlib.suppress(RuntimeError):
                 self.scaler.unscale_(self.optimizer)
         self.optimizer.zero_grad()
+        if self.runtime._following:
+            # No step of the optimizer ends this one.
+            self.runtime._refresh(ends_step=True)
         self.skipped = True
         return False
 

@@ -6,6 +6,7 @@ import functools
 import torch
 
 from .. import _native
+from .._errors import UnsupportedError
 from . import _cpu
 from ._e4m3 import E4M3
 from ._terms import NOTHING, Call, Sequences
@@ -32,7 +33,7 @@ class Native:
         """Whether the kernels, or on the CPU the crate, offer this call."""
         if q.is_cpu:
             return all(d % 8 == 0 and 16 <= d <= 576 for d in (q.shape[3], v.shape[3]))
-        if not Native.on_hopper(q.device):
+        if not Native.on_hopper(q.device) or (terms.logit_descale is not None and terms.keeps != NOTHING):
             return False
         return _offers(q.shape[3], v.shape[3])
 
@@ -41,6 +42,14 @@ class Native:
         ``row_max``. ``rope``: the cast turns q and k; on a GPU alone."""
         if q.is_cpu:
             return _cpu.forward(q, k, v, descales, terms, words, residual)
+        if terms.logit_descale is not None:
+            if terms.keeps != NOTHING:
+                raise UnsupportedError(
+                    "gradients through logits in E4M3 have no kernel: leave backend at 'auto', or take 'emulated'"
+                )
+            if words is None:
+                # The kernel counts their overflow in any case.
+                words = q.new_zeros((2 * (q.shape[2] + k.shape[2]), 4), dtype=torch.int32)
         terms = _contiguous(terms)
         q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
         device, saved = q.device, None

@@ -85,7 +85,7 @@ def _placed(query, key, value, mask):
         return query, key, value, None
     order = getattr(mask, _ORDER, None)
     if order is not None:
-        # Of E4M3 as bytes. A static cache has places behind the mask, which hold nothing yet.
+        # Of E4M3 as bytes. A static cache has places after the mask, which hold nothing yet.
         taken = lambda x: x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
         key, value = (taken(x.view(torch.uint8)).view(E4M3) if x.dtype == E4M3 else taken(x) for x in (key, value))
     return query, key, value, Sequences(*places, *longest)
@@ -148,7 +148,7 @@ def _mask(
     device=None,
     **others,
 ):
-    """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what stands for
+    """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what represents
     it: None for a call without padding, else int32 ``(5, sequences, 1, 1)``, starts and ends of queries, starts and
     ends of keys, and whether a text has no padding inside; transformers hands on what has four dimensions. Where
     only the device knows whether sequences are packed, int32 ``(1, sequences, 1, 1)``: whether none are. ``right``:
@@ -213,7 +213,7 @@ def _mask(
 
 
 def _gathered(kept, q_length, end):
-    """Keys with padding between, as behind a prompt that is padded on the right: those that count are gathered in
+    """Keys with padding between, as after a prompt that is padded on the right: those that count are gathered in
     front."""
     if not isinstance(end, int):
         end = end.item()

@@ -26,7 +26,7 @@ class Latent:
     layer's place among those with attention, and the layer's tensors by their names in the model, its projections
     among them."""
 
-    model: _native.LatentModel
+    model: _native.MlaModel
     index: int
     tensors: dict
 
@@ -365,6 +365,12 @@ class Layers:
                 places[name.removeprefix(f"{layer.name}.")] = place
         return places
 
+    def shards(self, index):
+        """What of a sliced layer's parameters stays here between forwards."""
+        places = self._places(index).values()
+        shards = (self.units.shard(place.owner, place.name) for place in places if place.sliced)
+        return [shard for shard in shards if shard is not None]
+
     def unit(self, index):
         """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up
         again by then, each with their owners and names."""
@@ -540,7 +546,7 @@ def _table(model, units):
     if spec.get("multipliers") or spec.get("v_norm"):
         raise UnsupportedError(f"family {spec['family']} multiplies its projections by factors, which is not supported")
     has_latent = any(names["latent"] is not None for names in layout["layers"])
-    latent_model = _native.LatentModel(text, type(model).__name__, list(parameters)) if has_latent else None
+    mla_model = _native.MlaModel(text, type(model).__name__, list(parameters)) if has_latent else None
     heads = sum(names["n_q_heads"] for names in layout["layers"])
     # A pipeline stage has some of the layers; one that has any tensor of a layer has them all.
     own = [f"{names[key]['name']}.weight" for names in layout["layers"] for key in "qkv"]
@@ -548,7 +554,7 @@ def _table(model, units):
 
     def reader(index, names):
         def read(view, _):
-            one = _layer if names["latent"] is None else functools.partial(_latent, latent_model)
+            one = _layer if names["latent"] is None else functools.partial(_latent, mla_model)
             layer = one(spec, names, index, prefix, parameters, modules, view)
             return dataclasses.replace(layer, model_q_heads=heads)
 
@@ -601,7 +607,7 @@ def _getter(prefix, parameters, modules, view, sources):
     return get
 
 
-def _latent(latent_model, spec, names, index, prefix, parameters, modules, view):
+def _latent(mla_model, spec, names, index, prefix, parameters, modules, view):
     """A layer with latent attention: the tensors that its scales depend on, by name."""
     sources, tensors = [], {}
     get = _getter(prefix, parameters, modules, view, sources)
@@ -622,7 +628,7 @@ def _latent(latent_model, spec, names, index, prefix, parameters, modules, view)
         heads=tuple(names[key]["heads"] for key in "qkv"),
         fused_d_head=names["d_head"],
         sources=sources,
-        latent=Latent(latent_model, index, tensors),
+        latent=Latent(mla_model, index, tensors),
     )
 
 
@@ -698,7 +704,7 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
 
 
 def _embedding_dropout(prefix, names, modules):
-    """The dropout behind the norm of the embeddings, where the first layer reads that norm (BERT, ModernBERT)."""
+    """The dropout after the norm of the embeddings, where the first layer reads that norm (BERT, ModernBERT)."""
     parent, _, _ = (prefix + (names["norm"] or "")).rpartition(".")
     if not parent.endswith("embeddings") or parent not in modules:
         return None

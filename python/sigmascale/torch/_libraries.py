@@ -102,7 +102,7 @@ class TorchQuantised:
 
 
 class Cudnn:
-    """cuDNN's ``sdpa_fp8`` through its Python front end: one descale a tensor, FP8 output by the o descale."""
+    """cuDNN's ``sdpa_fp8`` through its Python front end: one descale per tensor, FP8 output by the o descale."""
 
     name, per_tensor = "cudnn", True
 
@@ -189,7 +189,7 @@ class Cudnn:
         }
         out = torch.empty(q.shape, device=q.device, dtype=E4M3).transpose(1, 2)
         stats = torch.empty(*out.shape[:3], 1, device=q.device, dtype=torch.float32)
-        # Maxima of P and of the output, which nobody reads.
+        # Maxima of P and of the output, which are not read.
         results = (out, stats, *torch.empty(2, 1, 1, 1, 1, device=q.device, dtype=torch.float32))
         pack = (
             dict(zip(places, (q8, k8, v8))) | {scalars[n]: x for n, x in values.items()} | dict(zip(outputs, results))

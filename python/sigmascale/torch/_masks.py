@@ -68,7 +68,7 @@ def _read(mask, batch, len_q, len_k):
     known &= (stop - start == count).all()
     *bounds, fine = torch.cat([start.flatten(), stop.flatten(), known[None].to(torch.int64)]).tolist()
     bounds = np.array(bounds).reshape(2, mask.shape[0], len_q)
-    # Rows behind a causal text may belong to its window, or see all of it.
+    # Rows after a causal text may belong to its window, or see all of it.
     ways = []
     for whole in (True, False) if fine else ():
         pieces = [_pieces(*bounds[:, row], whole) for row in range(mask.shape[0])]

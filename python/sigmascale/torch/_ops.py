@@ -2,7 +2,7 @@
 checkpoints see them.
 
 Addresses and streams are read inside them alone. What a call computes is listed in :class:`Terms`; both operators take it
-flat, behind their tensors. ``attention`` returns the output, the log-sum-exp, what a backward needs (:class:`Kept`) as
+flat, after their tensors. ``attention`` returns the output, the log-sum-exp, what a backward needs (:class:`Kept`) as
 ``terms.keeps`` says, and with ``report`` the telemetry of the call; what is not kept is an empty tensor. It writes into none
 of its arguments: a checkpoint in compiled code would keep such an argument until the backward, and autograd refuses it there
 once another call has written into it. ``report`` takes the telemetry of a call into that of a layer, and leaves zeros.
@@ -12,10 +12,10 @@ Gradients pass through the casts unchanged (straight-through); those of the sink
 """
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .._errors import UnsupportedError
 from . import _backends, _calls, _distributed, _telemetry, _terms
@@ -24,7 +24,7 @@ from ._terms import Terms
 
 
 class Kept(NamedTuple):
-    """What a forward keeps for a backward, beside its output: q, k and v in E4M3 as uint8, since PyTorch lacks some operations
+    """What a forward keeps for a backward, besides its output: q, k and v in E4M3 as uint8, since PyTorch lacks some operations
     on float8; the logarithm of each row's largest P; and what the rounding of the output took."""
 
     q8: torch.Tensor
@@ -88,21 +88,24 @@ def _report(words, called, n_q):
     called.data.zero_()
 
 
-# The backends that keep more than the operands.
-_KEEPERS = {_terms.FP8_DQ: ("native",), _terms.UNROUNDED_DELTA: ("native", "emulated")}
+# The backends that tell what the rounding of the output takes.
+_EXACT = ("native", "emulated")
 
 
 def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
     _distributed.refuse_context_parallel()
     chosen, why = _backends.choose(backend, q, v, terms)
-    if chosen.name not in _KEEPERS.get(terms.keeps, (chosen.name,)):
+    if terms.keeps == _terms.FP8_DQ and chosen.name != "native":
         raise UnsupportedError(
             f"gradients={terms.keeps!r} is for this package's kernels, and {chosen.name} takes this call: leave it out"
         )
     row_max, residual = _row_max(q, terms), _residual(q, v, terms)
     beside = {"row_max": row_max} if row_max.numel() else {}
-    if residual.numel():
+    if residual.numel() and chosen.name in _EXACT:
         beside["residual"] = residual
+    elif residual.numel():
+        # `auto` took a library, whose delta is that of its output.
+        residual.zero_()
     if rope is not None:
         beside["rope"] = rope
     with _in_full(chosen, q.device):
@@ -158,6 +161,27 @@ def _backward_shapes(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, 
     return (*grads, grad.new_empty(0 if sinks is None else sinks.shape, dtype=torch.float32))
 
 
+def without_second(backward):
+    """Makes gradients of what ``backward`` returns raise an exception: casts are no functions that have any. PyTorch's
+    once_differentiable drops them in silence where the gradient of the output needs none, as that of a sum."""
+
+    @functools.wraps(backward)
+    def once(ctx, *grads):
+        again = torch.is_grad_enabled()
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not again:
+            return found
+        error = torch._C._functions.DelayedError(
+            "FP8 attention has no gradients of gradients: for penalties on gradients, Hessians and the like run the model in BF16, "
+            "as by model.set_attn_implementation('sdpa')",
+            len(found),
+        )
+        return error(*(None if x is None else x.detach().requires_grad_() for x in found))
+
+    return once
+
+
 class _Differentiable(torch.autograd.Function):
     """``sinks`` are those of the terms: autograd follows tensors that it is given as arguments."""
 
@@ -181,9 +205,8 @@ class _Differentiable(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return result
 
-    # The casts are no functions that could be differentiated again.
     @staticmethod
-    @once_differentiable
+    @without_second
     def backward(ctx, grad, *_):
         if grad is None:
             return (*(None for _ in ctx.types), None)
@@ -207,7 +230,7 @@ def _differentiable(q, k, v, q_descale, k_descale, v_descale, o_descale, *rest):
 
 
 def plain(*tensors):
-    """Whether nobody looks on: no compiler, exporter, checkpoint policy, transform or subclass."""
+    """Whether nothing observes the call: no compiler, exporter, checkpoint policy, transform or subclass."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -218,7 +241,7 @@ def plain(*tensors):
 
 def run(q, k, v, descales, terms, backend, label=None, words=None, rope=None):
     """The operator ``attention``, with its telemetry taken into ``words``; ``descales`` of q, k, v and o, which may be None.
-    Where nobody looks on it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
+    Where nothing observes the call, it goes without PyTorch's dispatcher, which costs more than the call. ``rope`` is for such calls of
     this package's kernels."""
     if not plain(q, k, v):
         *result, reported = attention(q, k, v, *descales, *terms.flat(), backend, label, words is not None)

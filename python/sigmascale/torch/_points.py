@@ -43,6 +43,7 @@ class Point:
                 _put(tensor, saved)
         if self._store is not None:
             self._store[1](self._token)
+            runtime._mark()
             return
         for name, saved in self._weights.items():
             _put(weights[name], saved)
@@ -56,6 +57,7 @@ class Point:
                 optimizer.state.pop(parameter, None)
             else:
                 optimizer.state[parameter] = _put(optimizer.state.get(parameter), saved)
+        runtime._mark()
 
     def check(self, runtime, optimizer):
         """Raises an exception where model or optimizer are not those of the point."""
@@ -118,6 +120,8 @@ def _put(present, saved):
 def _runtime_tensors(runtime):
     """What of a runtime later plans depend on, apart from its policy's memory."""
     own = [runtime.words, runtime.descales, runtime.logits, runtime.logit_descales, *runtime._policy.bounds()]
+    if runtime._estimates is not None:
+        own += [runtime._estimates.vectors, runtime._estimates.before]
     return [tensor for tensor in own if tensor is not None]
 
 

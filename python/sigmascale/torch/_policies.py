@@ -24,7 +24,7 @@ class Geometry:
     per_call, remembers, has_logits = False, False, False
 
     def bind(self, runtime, found):
-        """Sets up over the tensors where they lie now."""
+        """Sets up over the tensors at their present addresses."""
 
     def targets(self, runtime):
         """Where an engine's results go: targets by the names of results."""
@@ -123,6 +123,15 @@ class Native(Geometry):
 
     def bounds(self):
         return [tensor for part in self._parts for tensor in part.bounds.values()]
+
+    def head_bounds(self, runtime):
+        """Bounds of the logits of every layer, ``(layers, n_q, 4)``."""
+        found = torch.zeros((len(runtime), runtime.n_q_heads, 4), dtype=torch.float32, device=runtime.device)
+        for part in self._parts:
+            for place, layer in enumerate(part.layers):
+                own = part.bounds["bounds"][place, :, :4]
+                found[layer, : own.shape[0]] = own
+        return found
 
     def save(self):
         if not self.remembers:

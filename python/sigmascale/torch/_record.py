@@ -44,7 +44,7 @@ class Record:
 
 
 def _opened(path, first):
-    """A file of the same layers, behind its last whole line."""
+    """A file of the same layers, after its last whole line."""
     file = open(path, "r+b")
     try:
         try:

@@ -14,7 +14,7 @@ class Rope:
     """Tables of cosines and sines, f32 ``(positions, rotary / 2)``.
 
     The first ``rotary`` channels of a head turn in pairs ``(i, i + rotary / 2)``, or ``(2 i, 2 i + 1)`` if
-    ``interleaved``, as ``(a, b) -> (a cos - b sin, b cos + a sin)``. Query i stands at the position ``i + len_k - len_q``.
+    ``interleaved``, as ``(a, b) -> (a cos - b sin, b cos + a sin)``. Query i has the position ``i + len_k - len_q``.
     """
 
     cosine: torch.Tensor

@@ -15,15 +15,27 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _calls, _distributed, _engine, _heads, _layers, _saved, _telemetry
-from ._plan import LayerPlan, give_plan, refuse_copies
+from . import (
+    _backends,
+    _calls,
+    _distributed,
+    _engine,
+    _estimates,
+    _following,
+    _heads,
+    _layers,
+    _saved,
+    _telemetry,
+    _weights,
+)
+from ._plan import LayerPlan, give_plan, plans_of, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ._typing import Backend, Bound, Fallback, Group, Layers, Policy, PolicyName, Telemetry
+    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, PolicyName, Telemetry
 
 
 class Runtime:
@@ -49,6 +61,7 @@ class Runtime:
 
     policy: PolicyName
     bound: Literal["worst-case"] | None
+    estimator: Estimator
     backend: Backend
     fallback: Fallback
     tail: Tail
@@ -76,6 +89,11 @@ class Runtime:
         fallback: Fallback = None,
         group: Group = None,
         telemetry: Telemetry = "full",
+        estimator: Estimator = "gram",
+        logits: Literal["e4m3"] | None = None,
+        *,
+        optimizer: Any = None,
+        strict: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -89,13 +107,26 @@ class Runtime:
         config = _native.policy(policy, parameters, counted)
         if bound not in (None, "worst-case"):
             raise ArgumentError(f"bound {bound!r}: expected 'worst-case' or None")
+        _estimates.checked(estimator)
+        if logits not in (None, "e4m3"):
+            raise ArgumentError(f"logits {logits!r} must be 'e4m3' or None")
+        if logits is not None and policy == "current":
+            raise UnsupportedError(
+                "policy 'current' measures q, k and v in each call and has no scales of logits: take another for logits='e4m3'"
+            )
+        # Without bounds on logits there is nothing that norms are needed for.
+        estimating = estimator != "gram" and (bound is not None or policy in FROM_BOUNDS)
+        if policy == "geometry" and (logits is not None or estimating):
+            bound = "worst-case"
         if backend != "auto":
             _backends.backend(backend)
         if fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {fallback!r} must be 'bf16' or None")
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
+        optimizers = _following.checked(optimizer, model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
+        self.estimator = estimator
         # Nothing is reduced before the first call: attach() communicates nothing.
         self._given, self._group = None if layers is None else list(layers), None
         self._model = weakref.ref(model)
@@ -105,12 +136,13 @@ class Runtime:
         # Engines whose launches are in somebody's CUDA graph, with the weights that they read: a replay reaches both.
         self._captured = []
         self.before_refresh, self.after_refresh = [], []
-        self._warned_of_dropout = False
-        layers = _layers.Layers(model, self._given)
-        found = layers.at_rest
-        self.device, self._q_heads = layers.device(), layers.q_heads
+        self._warned_of_dropout, self._strict = False, strict
+        known = _layers.Layers(model, self._given)
+        found = known.at_rest
+        self.device, self._q_heads = known.device(), known.q_heads
         self._shape, self._heads = _shape(found), _heads.Heads(found)
         check_layers(policy, found)
+        self._estimates = _estimates.Estimates(self, found, estimator) if estimating else None
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
@@ -119,7 +151,7 @@ class Runtime:
             # What attention calls report: rows of four words for logits and q by query head, k and v by KV head.
             self.words = make(count, 2 * (n_q + n_kv), 4, dtype=torch.int32)
             self.logits = make(count, n_q, 4) if bound else None
-            if bound:
+            if self.logits is not None:
                 self._heads.pad(self.logits[..., 3], 0)
             # A policy counts the query heads that it is told of.
             share = sum(layer.n_q_heads for layer in found) / self._q_heads
@@ -129,13 +161,23 @@ class Runtime:
             self.logit_descales = self._heads.pad(make(count, n_q) + 1, 0) if has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
+        for plan in self.layers:
+            plan.logits = logits
         # Handles of hooks on FSDP units, which go with the runtime.
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
-        self._bind(layers)
+        self._bind(known)
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
-        self.refresh()
+        # What is to be said once: of layers that run elsewhere, and of weights that are not those of the scales.
+        self._unsaid = {"elsewhere", "weights"}
+        self._ran = _following.Ran(weakref.WeakMethod(self._say_elsewhere))
+        _calls.follow(self.layers[0].key, _following.Detached(weakref.WeakMethod(self._look_at_weights)))
+        self._hooks_for_good = [model.register_forward_hook(self._ran).remove]
+        self._following = _following.Following(self, model, optimizers)
+        self._hooks_for_good.append(self._following.close)
+        weakref.finalize(self, _undo, self._hooks_for_good)
+        self._refresh(ends_step=True)
         # That was no step.
         self._count(0)
         self._group = group
@@ -165,7 +207,7 @@ class Runtime:
 
     @telemetry.setter
     def telemetry(self, telemetry: Telemetry) -> None:
-        every = {"full": 1, "off": 0}.get(telemetry, telemetry) if isinstance(telemetry, str | int) else telemetry
+        every = {"full": 1, "off": 0}.get(telemetry) if isinstance(telemetry, str) else telemetry
         if isinstance(every, bool) or not isinstance(every, int) or (every < 1 and telemetry != "off"):
             raise ArgumentError(
                 f"telemetry {telemetry!r} must be 'full', 'off' or a number n >= 1, for every n-th step"
@@ -202,7 +244,7 @@ class Runtime:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _bind(self, layers):
-        """Sets engines up over the tensors where they lie now, and hooks where FSDP makes them whole."""
+        """Sets engines up over the tensors at their present addresses, and hooks where FSDP makes them whole."""
         # Unbound until all is done: what fails here is tried again at the next refresh.
         self._engine = self._sources = None
         _remove(self._hooks)
@@ -226,6 +268,11 @@ class Runtime:
         self._places, self._resident, self._sliced = layers.places(), layers.resident, layers.sliced
         self._sources = _engine.Sources(resident, None if self._given is None else self._model())
         self._owned = self._sources.owned
+        # Where calls make their own scales, those of the weights are no concern.
+        named = [(layer.name, tensor) for layer in resident for tensor in layer.tensors().values()]
+        named += [(layers.at_rest[index].name, shard) for index in self._sliced for shard in layers.shards(index)]
+        self._weights = None if self._policy.per_call else _weights.Weights(named, self._sources.moved, self.device)
+        self._marked = False
         self._dropouts = [(layer.name, layer.dropout) for layer in layers.at_rest if layer.dropout is not None]
 
     def _compute(self, layers, indices, kept, always=False):
@@ -252,7 +299,7 @@ class Runtime:
                 self.layers[index].stale = False
 
     def _warn_of_dropout(self):
-        """Says once that a dropout behind a norm is active: what it keeps is larger than anything the norm gives."""
+        """Says once that a dropout after a norm is active: what it keeps is larger than anything the norm gives."""
         if self._warned_of_dropout or (self.policy not in FROM_BOUNDS and self.logits is None):
             return
         for name, dropout in self._dropouts:
@@ -265,6 +312,63 @@ class Runtime:
                     stacklevel=3,
                 )
                 return
+
+    def _elsewhere(self):
+        """Names of the layers without a call, once the model has run. Calls by another runtime's plan of a module count."""
+        if not self._ran.ran:
+            return []
+        called = {plan for module, plan in self._modules.items() if any(_calls.reached(x.key) for x in plans_of(module))}
+        return [plan.name for plan in self.layers if plan not in called and not _calls.reached(plan.key)]
+
+    def _say_elsewhere(self):
+        """After the first forward, where layers ran without this package."""
+        if self._ran.ran and "elsewhere" in self._unsaid:
+            self._unsaid.discard("elsewhere")
+            if names := self._elsewhere():
+                self._say(self._of_elsewhere(names))
+
+    def _of_elsewhere(self, names):
+        return (
+            f"{_listed(names)} of {len(self.layers)} made no attention call through sigmascale in the forward, and ran without "
+            "FP8: call model.set_attn_implementation(sigmascale.torch.register()) for a Hugging Face model, use "
+            "sigmascale.torch.patched(runtime) for modules that call F.scaled_dot_product_attention, or call "
+            "sigmascale.torch.attention with runtime.layers[i] there"
+        )
+
+    def _look_at_weights(self):
+        """Follows the first layer's calls: whether the weights are those that the scales were computed from."""
+        weights = self._weights
+        if weights is None or "weights" not in self._unsaid or _distributed.recomputing():
+            return
+        if self._marked and not weights.due():
+            return
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            if not self._marked:
+                # FSDP has made whole by now what the scales of this forward are computed from.
+                self._mark()
+            elif weights.look():
+                if not self._strict:
+                    self._unsaid.discard("weights")
+                self._say(self._of_weights())
+
+    def _mark(self):
+        if self._weights is not None:
+            self._weights.mark()
+            self._marked = True
+
+    def _of_weights(self):
+        remedy = "give the optimizer, as in attach(model, optimizer=optimizer), or call runtime.refresh() after every optimizer.step()"
+        if self._following:
+            remedy = "call runtime.refresh() after every write to them other than optimizer.step() and load_state_dict()"
+        return (
+            f"the weights of {_listed(self._weights.names())} have changed since their FP8 scales were computed, so values can be "
+            f"out of range: {remedy}"
+        )
+
+    def _say(self, message):
+        if self._strict:
+            raise SigmascaleError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _written(self):
         """The tensors that plans are made in."""
@@ -317,36 +421,49 @@ class Runtime:
         gathered; no rank waits for another. ``now=True`` unshards them here (``fully_shard`` only): all ranks must call
         it.
 
-        Call it after an optimizer step or a weight sync, not between a forward and its backward. After the first call
+        Call it after an optimizer step or a weight sync, not between a forward and its backward. Where :func:`attach` was
+        given the optimizer, its steps do it, and each ends a step of the statistics; a call then only computes the scales
+        of weights that were written by other means. After the first call
         it neither synchronizes the host nor allocates device memory, so it can be captured in a CUDA graph and
         replayed. Weights that have moved are found again. Graphs captured earlier keep using the old weights, which
         stay allocated for them, and a RuntimeWarning says so. Raises :class:`SigmascaleError` if the model is gone, its
         weights were replaced, or another thread is in here; :class:`ArgumentError` if they have left the device.
         """
+        self._refresh(ends_step=not self._following, now=now)
+
+    def _refresh(self, ends_step, now=False):
+        """``ends_step``: what calls reported is planned from and dropped."""
         if not self._lock.acquire(blocking=False):
             raise SigmascaleError("refresh() is running in another thread: call it from one thread at a time")
         try:
             with torch.inference_mode(False), torch.no_grad(), self._on_device():
                 self._check()
                 self._warn_of_dropout()
-                for work in self.before_refresh:
-                    work(self)
+                self._say_elsewhere()
+                if ends_step:
+                    for work in self.before_refresh:
+                        work(self)
                 stream = self._stream()
                 if self._capturing():
                     self._keep_for_replays()
-                self.start_reduction()
-                self._finish_reduction()
-                self._policy.observe(self, stream)
+                if ends_step:
+                    self.start_reduction()
+                    self._finish_reduction()
+                    self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
-                if self.logits is not None:
+                if self.logits is not None and self.logit_descales is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._resident if from_weights else None)
-                self.words.zero_()
-                for plan in self.layers:
-                    _calls.clear(plan.key)
-                self._count(self._steps + 1)
+                if ends_step:
+                    self.words.zero_()
+                    for plan in self.layers:
+                        _calls.clear(plan.key)
+                    self._count(self._steps + 1)
+                self._marked = False
+                if not (self._targets and self._sliced):
+                    self._mark()
                 if self._targets and self._sliced:
                     self._due |= self._sliced
                     for index in self._sliced:
@@ -355,6 +472,7 @@ class Runtime:
                     torch.autograd.graph.increment_version(self.descales)
                     if now:
                         _distributed.compute_now(self._layers(), self._compute)
+                        self._mark()
                 for work in self.after_refresh:
                     work(self)
         finally:
@@ -362,7 +480,7 @@ class Runtime:
 
     def start_reduction(self) -> None:
         """Starts the all-reduce of a policy that observes, for which :meth:`refresh` waits; without this call it starts
-        there. Called after the last backward of a step and before ``optimizer.step()``, it runs beside the optimizer.
+        there. Called after the last backward of a step and before ``optimizer.step()``, it runs concurrently with the optimizer.
         Does nothing without a group, under the policies that observe nothing, and while a reduction is under way. What
         calls report between this and :meth:`refresh` is not planned from."""
         if self._group is None or not self._policy.remembers or self._reduction is not None:
@@ -388,8 +506,8 @@ class Runtime:
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
-        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own
-        heads there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a
+        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN; ``logit_overflow`` likewise,
+        logits past 448 descales where they are cast. Past a layer's own heads there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a
         backend, or ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by
         the reason. Counted where Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled
         code. ``reported``: whether this step's calls report; without, all but ``calls`` and ``why`` is zero.
@@ -405,14 +523,31 @@ class Runtime:
         by ``load_state_dict``. Raises :class:`UnsupportedError` under another policy."""
         return self._policy.slack(len(self))
 
+    def estimates(self) -> dict[str, Any]:
+        """Where norms are estimated, how far the power iteration has come, as NumPy arrays: ``sigma`` ``(layers, n_q)``, estimates
+        from below (of the sum over the heads, for each, with ``power-summed``); ``upper``, what the norm does not exceed but
+        with the probability ``tail.delta`` in all, known from a cold start to the next refresh where nothing rotates, else NaN;
+        ``steps`` ``(layers,)``, iterations since the vectors were drawn. ``guarantee`` is ``"none"``: logits can exceed bounds
+        from estimates. Waits for the device. Raises :class:`UnsupportedError` with exact norms."""
+        if self._estimates is None:
+            raise UnsupportedError("norms are exact here: estimates are those of estimator='power' and 'power-summed'")
+        logits = self.logits if self.logits is not None else self._policy.head_bounds(self)
+        return self._estimates.report(logits)
+
     def check(self) -> None:
-        """Raises :class:`NonFiniteError` if the last refresh met weights or bounds that are not finite. Waits."""
+        """Raises an exception if the scales are not to be relied on; waits for the device. :class:`NonFiniteError`: the last
+        refresh met weights or bounds that are not finite. :class:`SigmascaleError`: the weights are not those of the last
+        refresh, or the model has run and layers made no call through this package."""
         status = 0 if self._engine is None else self._engine.status() & 3
         bad = (~torch.isfinite(self.descales)).any(dim=2).any(dim=1).nonzero().flatten().tolist()
         if status or bad:
             raise NonFiniteError(
                 f"weights or bounds are not finite in layers {bad or 'unknown'}: the plan is not usable"
             )
+        if self._weights is not None and self._marked and self._weights.differ():
+            raise SigmascaleError(self._of_weights())
+        if names := self._elsewhere():
+            raise SigmascaleError(self._of_elsewhere(names))
 
     def state_dict(self) -> dict[str, Any]:
         """All that later plans depend on, apart from the weights: a dict of plain values and one tensor.
@@ -430,10 +565,20 @@ class Runtime:
         of zero, which ``delayed-paper`` and ``delayed-te`` put in their histories.
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
-        part = _saved.part(self, state)
-        if part is not None:
-            with torch.inference_mode(False), torch.no_grad():
+        part, vectors = _saved.part(self, state), _saved.estimates(self, state)
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            if part is not None:
                 self._policy.load(part["state"])
+            if vectors is not None and self._estimates is not None:
+                self._estimates.load(vectors)
+                if self._engine is not None:
+                    self._engine.run(self._stream())
+                if self.logits is not None and self.logit_descales is not None:
+                    self.logit_descales.copy_(self.logits[..., 3])
+                self._due |= self._sliced
+            if part is not None or vectors is not None:
+                self._policy.update(self, self._stream(), self._resident if vectors is not None else None)
+            if part is not None:
                 self.descales.copy_(part["descales"])
 
 
@@ -445,8 +590,20 @@ def _shape(found):
 def _release(reference):
     runtime = reference()
     if runtime is not None:
-        runtime._tensors = runtime._sources = runtime._engine = None
+        runtime._tensors = runtime._sources = runtime._engine = runtime._weights = None
         _remove(runtime._hooks)
+        _undo(runtime._hooks_for_good)
+
+
+def _listed(names):
+    """A few of them, for a message."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} other layers"
+
+
+def _undo(steps):
+    while steps:
+        steps.pop()()
 
 
 def _remove(hooks):

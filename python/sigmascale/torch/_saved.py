@@ -7,7 +7,7 @@ import torch
 from .._errors import MismatchError
 from . import _state
 
-VERSION = 3
+VERSION = 4
 
 
 def state(runtime):
@@ -20,6 +20,7 @@ def state(runtime):
         "places": runtime._places,
         "descales": None if saved is None else runtime.descales.clone(),
         "state": saved,
+        "estimates": None if runtime._estimates is None else runtime._estimates.state(runtime._due),
     }
 
 
@@ -48,6 +49,22 @@ def part(runtime, saved):
     if not bool((torch.isfinite(descales) & (descales > 0)).all()):
         raise MismatchError("the saved state has descales that are not finite and above 0")
     return saved
+
+
+def estimates(runtime, saved):
+    """The vectors of a saved state, checked; None where norms are exact."""
+    own, given = runtime._estimates, saved.get("estimates")
+    if own is None:
+        if given is not None:
+            raise MismatchError(f"the saved state has estimator {given.get('estimator')!r}, this runtime 'gram'")
+        return None
+    if saved["places"] != runtime._places:
+        raise MismatchError(
+            "the saved vectors of the power iteration are those of other layers or heads: resume with the same pipeline and "
+            "tensor-parallel degrees"
+        )
+    own.check(given)
+    return given
 
 
 def _shape(runtime):

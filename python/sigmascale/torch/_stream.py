@@ -150,7 +150,7 @@ class DeviceStream:
             slot.engine.launch(0 if self._last is None else self._last.cuda_stream, *self._targets[index])
             return slot.engine
         finally:
-            # Those of the next layer are copied behind the launch.
+            # Those of the next layer are copied after the launch.
             self._release(index)
 
 

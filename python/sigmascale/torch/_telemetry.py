@@ -39,6 +39,23 @@ def add(words, called, n_q):
     words.copy_(_signed(torch.cat(rows)))
 
 
+def add_logits(words, logits, overflow, seen):
+    """Takes the extremes of the logits ``(batch, n_q, len_q, len_k)`` that are ``seen``, and counts of overflow by head, into a
+    layer's rows."""
+    largest = logits.masked_fill(~seen, -torch.inf).amax(dim=(0, 2, 3))
+    smallest = logits.masked_fill(~seen, torch.inf).amin(dim=(0, 2, 3))
+    none = torch.zeros_like(overflow)
+    row = torch.stack([_ordered(largest), U32_MAX - _ordered(smallest), none, overflow], dim=1)
+    rows = torch.cat([row, row.new_zeros((words.shape[0] - row.shape[0], 4))])
+    add(words, torch.where((largest >= smallest).any(), rows, 0), row.shape[0])
+
+
+def _ordered(x):
+    """Integers of 32 bits in the order of f32 values, int64."""
+    bits = unsigned(x.float().view(torch.int32))
+    return torch.where(bits & 0x80000000 != 0, U32_MAX - bits, bits | 0x80000000)
+
+
 def _signed(numbers):
     """int64 of 32 bits as PyTorch's int32 has them."""
     return torch.where(numbers > U32_MAX // 2, numbers - (U32_MAX + 1), numbers)
@@ -88,6 +105,7 @@ def stats(words, heads, descales, counted, reported):
         "peak": np.full(amax.shape, np.nan, np.float32) if descales is None else (amax / descales[:, :3]).numpy(),
         "logit_max": logits[..., 0].numpy(),
         "logit_min": logits[..., 1].numpy(),
+        "logit_overflow": unsigned(words[:, : heads.n_q, 3]).numpy(),
         "calls": _by_layer([calls for calls, _ in counted]),
         "why": why,
         "reported": reported,

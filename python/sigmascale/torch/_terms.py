@@ -1,4 +1,4 @@
-"""What one attention call computes beside its operands, and which keys its queries see."""
+"""What one attention call computes besides its operands, and which keys its queries see."""
 
 import dataclasses
 import operator
@@ -10,6 +10,8 @@ import torch
 # What a forward keeps for a backward: nothing; q, k and v in E4M3; beside them the logarithm of each row's largest P, for dQ by a
 # product in FP8; or what the rounding of the output took, for delta of the output before it.
 NOTHING, OPERANDS, FP8_DQ, UNROUNDED_DELTA = "nothing", "operands", "fp8-dq", "unrounded-delta"
+# What a caller asks for to have delta of the stored output, with OPERANDS.
+ROUNDED_DELTA = "rounded-delta"
 
 _CHECK = os.environ.get("SIGMASCALE_CHECK", "0") == "1"
 
@@ -55,14 +57,14 @@ class Sequences:
 # Not frozen, which would take longer to make than the rest of a call.
 @dataclasses.dataclass
 class Terms:
-    """What a call computes beside its operands: the one list of it, whose values do not change once it is made.
+    """What a call computes besides its operands: the one list of it, whose values do not change once it is made.
 
     Schemas and fake implementations of the operators, what autograd saves, and keys of caches are made from these fields, and the
     native half reads them by name (``Terms`` in ``python/src/call.rs``). A new term is a field here and one there.
 
-    Query i of a sequence stands at i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
+    Query i of a sequence has position i + len_k - len_q, and sees ``window_left`` keys before it and ``window_right`` after it (None:
     all), none after it where the call is causal. Logits become ``soft_cap * tanh(S / soft_cap)``; a sink, f32 ``(n_q_heads,)``, joins its
-    head's row sums.
+    head's row sums. Behind the soft-cap logits are rounded to E4M3 in units of ``logit_descale``; gradients pass through.
     """
 
     causal: bool = _term("bool")
@@ -71,12 +73,18 @@ class Terms:
     window_right: int | None = _term("int?", default=None)
     soft_cap: float | None = _term("float?", default=None)
     sinks: torch.Tensor | None = _term("Tensor?", default=None)
+    # What is subtracted from keys, after their rotation, and values before their cast, f32 (n_kv_heads, d). That of values comes back
+    # with the output; operators return the log-sum-exp of centered keys.
+    k_center: torch.Tensor | None = _term("Tensor?", default=None)
+    v_center: torch.Tensor | None = _term("Tensor?", default=None)
     # How P V is summed: "f16", or "fp8-N", promoted to f32 every N keys.
     accumulator: str = _term("str", default="fp8-256")
     # What the forward keeps for a backward.
     keeps: str = _term("str", default=NOTHING)
     # Parts that keys are split into, whose sums are joined; 0: as is fastest. On rows 0 or 1.
     splits: int = _term("int", default=0)
+    # Descales of logits in E4M3, f32 `(n_q_heads,)`; None: they stay in f32.
+    logit_descale: torch.Tensor | None = _term("Tensor?", default=None)
     # Of the operators it is all the fields of `Sequences`, or None for each.
     sequences: Sequences | None = None
 
@@ -181,7 +189,7 @@ def _in_window(ahead, left, right):
 
 
 def _sequence_of(starts, ends, row):
-    """The sequence of each row, and whether it lies in one at all."""
+    """The sequence of each row, and whether it is in one at all."""
     of = torch.bucketize(row, ends, right=True).clamp_max(starts.shape[0] - 1)
     return of, (row >= starts[of]) & (row < ends[of])
 
@@ -194,7 +202,7 @@ def within(x, starts, ends):
 
 
 def seen_rows(q, k, v, terms):
-    """The operands with zeros where no sequence lies."""
+    """The operands with zeros outside of sequences."""
     if terms.sequences is None:
         return q, k, v
     q_starts, q_ends, k_starts, k_ends = terms.sequences.places

@@ -1,7 +1,7 @@
 """Types of arguments, for annotations alone: nothing imports this module at run time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -11,23 +11,27 @@ from ._layers import Layer
 from ._plan import LayerPlan
 from ._rope import Rope
 
-PolicyName = _types.Policy
+PolicyName: TypeAlias = _types.Policy
 # A policy by its name, or with parameters.
-Policy = PolicyName | AutoC | DelayedPaper | DelayedTe
-Bound = Literal["worst-case"]
-Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
-Fallback = Literal["bf16"] | None
+Policy: TypeAlias = PolicyName | AutoC | DelayedPaper | DelayedTe
+Bound: TypeAlias = Literal["worst-case"]
+# Where the norms of logit bounds come from.
+Estimator: TypeAlias = Literal["gram", "power", "power-summed"]
+Backend: TypeAlias = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
+Fallback: TypeAlias = Literal["bf16"] | None
 # How the backward computes dQ, where not as usual.
-Gradients = Literal["fp8-dq", "unrounded-delta"] | None
-Telemetry = Literal["full", "off"] | int
-Layers = Sequence[Layer | Callable[[], Layer]]
-Group = torch.distributed.ProcessGroup | None
+Gradients: TypeAlias = Literal["fp8-dq", "rounded-delta"] | None
+Telemetry: TypeAlias = Literal["full", "off"] | int
+Layers: TypeAlias = Sequence[Layer | Callable[[], Layer]]
+Group: TypeAlias = torch.distributed.ProcessGroup | None
 # A plan, or the descales of q, k and v.
-Plan = LayerPlan | Sequence[torch.Tensor]
+Plan: TypeAlias = LayerPlan | Sequence[torch.Tensor]
 # Forward and backward of the attention on one block.
-Kernels = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]
+Kernels: TypeAlias = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]
 # Cosines and sines of a rotation.
-Rotation = Rope | tuple[torch.Tensor, torch.Tensor]
+Rotation: TypeAlias = Rope | tuple[torch.Tensor, torch.Tensor]
+# What is subtracted from keys and values of each KV head.
+Centers: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
 # What a training loop measures.
-Number = float | torch.Tensor
-Event = Mapping[str, Any]
+Number: TypeAlias = float | torch.Tensor
+Event: TypeAlias = Mapping[str, Any]

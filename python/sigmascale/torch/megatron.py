@@ -15,6 +15,7 @@ TransformerEngine or on a GPU.**
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from ._context_parallel import ring_attention
 from ._layers import Layer
 
 if TYPE_CHECKING:
-    from ._plan import LayerPlan
     from ._runtime import Runtime
     from ._typing import Bound, Group, Policy
 
@@ -42,7 +42,8 @@ class CoreAttention(torch.nn.Module):
 
     mask: str
     group: Group
-    plan: LayerPlan | None
+    # A LayerPlan, once attached.
+    plan: Any
 
     def __init__(self, mask: str, group: Group = None) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ def layers(
     inner, units = _unwrapped(model)[0], units or {}
     rotary = _rotary(inner)
     return [
-        lambda parent=parent, attention=attention: _layer(parent, attention, rotary, units.get(attention))
+        functools.partial(_layer, parent, attention, rotary, units.get(attention))
         for parent, attention in _attentions(inner)
     ]
 

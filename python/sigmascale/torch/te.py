@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # As in the other backends: P in [0, 1] becomes at most 256.
 _P_SCALE = 256.0
 _PLACES = {"qkv": 0, "s": 1, "o": 2}
-# How a role of the output is named where no module behind the attention claims it.
+# How a role of the output is named where no module after the attention claims it.
 _OUTPUT = ".dpa_output"
 
 

@@ -149,7 +149,7 @@ def test_four_ranks_attend_as_one(kind, heads):
 def test_kv_heads_that_four_ranks_cannot_share_are_refused():
     q, k, v = operands(heads=(12, 3))
     with pytest.raises(
-        sigmascale.UnsupportedError, match="4 ranks do not share 12 query and 3 KV heads evenly: use ring"
+        sigmascale.UnsupportedError, match="4 ranks .*12 query .*3 KV heads.* ring"
     ):
         fp8.ulysses_attention(q, k, v, rows(3), torch.distributed.group.WORLD)
     against_attention(fp8.ring_attention, (12, 3), 4, 4)
@@ -194,15 +194,15 @@ def test_plans_serve_both_and_take_the_statistics():
 def test_calls_that_cannot_be_are_refused():
     group = torch.distributed.group.WORLD
     q, k, v = operands(heads=(3, 3))
-    with pytest.raises(sigmascale.UnsupportedError, match="2 ranks do not share 3 query and 3 KV heads"):
+    with pytest.raises(sigmascale.UnsupportedError, match="2 ranks .*3 query .*3 KV heads"):
         fp8.ulysses_attention(q, k, v, rows(3), group)
-    with pytest.raises(sigmascale.MismatchError, match="4 query heads are not a multiple of 3 KV heads"):
+    with pytest.raises(sigmascale.MismatchError, match="4 query .*3 KV heads"):
         fp8.ring_attention(*operands(heads=(4, 3)), rows(3), group)
     with pytest.raises(sigmascale.MismatchError, match=r"the q descale has shape \(2,\): \(3,\)"):
         fp8.ring_attention(q, k, v, rows(2), group)
-    with pytest.raises(TypeError, match="three descales of q, k and v, not list of 2"):
+    with pytest.raises(TypeError, match="descales .*list of 2"):
         fp8.ulysses_attention(q, k, v, rows(3)[:2], group)
-    with pytest.raises(sigmascale.ArgumentError, match="k has type torch.float32 and q torch.bfloat16"):
+    with pytest.raises(sigmascale.ArgumentError, match="k .*torch.float32.*q torch.bfloat16"):
         fp8.ring_attention(q.bfloat16(), k, v, rows(3), group)
     with pytest.raises(TypeError, match="not DeviceMesh: that of a mesh is"):
         fp8.ring_attention(q, k, v, rows(3), torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
@@ -236,7 +236,7 @@ def test_pytorchs_context_parallel_is_refused():
     q, k, v = operands(heads=(6, 3))
     before = fp8.attention(q, k, v, runtime.layers[0])
     with context_parallel(mesh, buffers=[q.clone()], buffer_seq_dims=[1]):
-        with pytest.raises(sigmascale.UnsupportedError, match="keys of its own rank only: call sigmascale.torch.ring"):
+        with pytest.raises(sigmascale.UnsupportedError, match="sigmascale.torch.ring"):
             fp8.attention(q, k, v, runtime.layers[0])
     assert torch.equal(fp8.attention(q, k, v, runtime.layers[0]), before)
 

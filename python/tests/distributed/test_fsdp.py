@@ -155,7 +155,7 @@ def test_weights_that_are_gathered_in_float8_are_refused():
         weight = block.self_attn.k_proj.weight.detach()
         block.self_attn.k_proj.weight = torch.nn.Parameter(Eight(weight))
     shard(model, mesh, mp=MixedPrecisionPolicy())
-    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.k is a Eight.*projections out of float8 training"):
+    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.k .*Eight.*float8"):
         runtime = attach(model)
         run(model, inputs(None))
     assert all(plan.stale for plan in runtime.layers)
@@ -528,7 +528,7 @@ def test_projections_in_units_of_their_own_are_refused():
         for name in ("q_proj", "k_proj", "v_proj"):
             fully_shard(getattr(block.self_attn, name), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.*different FSDP units.*not each projection"):
+    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.*FSDP units"):
         attach(model)
 
 

@@ -122,7 +122,7 @@ def test_a_stage_without_attention_and_a_layer_without_a_tensor_are_refused():
         fp8.attach(Stage(llama(), []))
     stage = Stage(llama(layers=3), [1, 2])
     del stage.model.layers["2"].self_attn.k_proj
-    with pytest.raises(sigmascale.UnsupportedError, match="layers.2.self_attn.k_proj.weight is missing"):
+    with pytest.raises(sigmascale.UnsupportedError, match="layers.2.self_attn.k_proj.weight"):
         fp8.attach(stage)
 
 
@@ -235,7 +235,7 @@ def test_weights_that_are_placed_otherwise_are_refused():
     model = llama(heads=(8, 4))
     parallelize_module(model.model.layers[0], mesh, {"self_attn.k_proj": RowwiseParallel()})
     with pytest.raises(
-        sigmascale.UnsupportedError, match="layer 0.k has shape .*Shard.dim=1.*all ranks have as many rows"
+        sigmascale.UnsupportedError, match="layer 0.k .*Shard.dim=1"
     ):
         attach(model)
     model = llama(heads=(8, 4))
@@ -252,5 +252,5 @@ def test_weights_of_float8_training_are_refused():
     attention = model.model.layers[1].self_attn
     weight = attention.v_proj.weight.detach()
     attention.v_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
-    with pytest.raises(sigmascale.UnsupportedError, match="layer 1.v is a TwoTensor.*float8 training"):
+    with pytest.raises(sigmascale.UnsupportedError, match="layer 1.v .*TwoTensor.*float8"):
         attach(model)

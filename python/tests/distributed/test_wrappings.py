@@ -38,7 +38,7 @@ def test_parts_of_a_sharded_model_are_refused():
     """The unit that gathers their weights is not in them, and a slice of rows is no head of tensor parallelism."""
     mesh = mesh_of(2)
     model = fully_shard(llama(heads=(8, 4)), mesh=mesh)
-    with pytest.raises(sigmascale.UnsupportedError, match="in a unit above the given module.*given to fully_shard"):
+    with pytest.raises(sigmascale.UnsupportedError, match="fully_shard"):
         fp8.attach(model.model)
     block = fully_shard(Plain(), mesh=mesh).blocks[0]
     with pytest.raises(sigmascale.UnsupportedError, match="in a unit above the given module"):
@@ -128,7 +128,7 @@ def test_weights_that_begin_on_the_meta_device():
     right(runtime, model, Plain)
     with torch.device("meta"):
         bare = transformers_model()
-    with pytest.raises(sigmascale.ArgumentError, match="meta device and has no values: load the weights first"):
+    with pytest.raises(sigmascale.ArgumentError, match="meta device"):
         fp8.attach(bare)
 
 
@@ -169,7 +169,7 @@ def test_copies_and_pickles():
     runtime = attach(model)
     other = copy.deepcopy(model)
     run(model, inputs(None))
-    with pytest.raises(sigmascale.ArgumentError, match="has no plan: call sigmascale.torch.attach"):
+    with pytest.raises(sigmascale.ArgumentError, match="sigmascale.torch.attach"):
         run(other, inputs(None))
     again = attach(other)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_adapters_are_refused(when):
     if when == "before":
         adapt()
         shard(model, mesh)
-        with pytest.raises(sigmascale.UnsupportedError, match="LoRA adapters that are not merged: merge them"):
+        with pytest.raises(sigmascale.UnsupportedError, match="LoRA"):
             attach(model)
         return
     shard(model, mesh)
@@ -239,11 +239,11 @@ def test_adapters_are_refused(when):
     if when == "after attach":
         run(model, inputs(None)).backward()
         adapt()
-        with pytest.raises(sigmascale.UnsupportedError, match="LoRA adapters that are not merged: merge them"):
+        with pytest.raises(sigmascale.UnsupportedError, match="LoRA"):
             runtime.refresh()
     else:
         adapt()
-        with pytest.raises(sigmascale.SigmascaleError, match="layer 0: a projection or norm was replaced"):
+        with pytest.raises(sigmascale.SigmascaleError, match="layer 0: .*replaced"):
             run(model, inputs(None))
 
 
@@ -405,7 +405,7 @@ def test_units_that_the_user_gathers():
     block.unshard()
     hidden = torch.zeros(1, 4, 96, dtype=torch.bfloat16)
     places = model.model.rotary_emb(hidden, torch.arange(4)[None])
-    with pytest.raises(sigmascale.SigmascaleError, match="the scales of layer 0 are not those of its weights yet"):
+    with pytest.raises(sigmascale.SigmascaleError, match="layer 0 .*weights"):
         block.self_attn(hidden, position_embeddings=places, attention_mask=None)
 
 
@@ -450,7 +450,7 @@ def test_a_unit_given_by_hand():
 
     layers = [functools.partial(layer, shell) for shell in shells]
     never = fp8.attach(nn.Sequential(*shells), layers=layers)
-    with pytest.raises(sigmascale.UnsupportedError, match="layer.q is still sharded in the forward of its FSDP unit"):
+    with pytest.raises(sigmascale.UnsupportedError, match="layer.q .*FSDP"):
         shells[0](inputs(model))
     del never
     for shell in shells:

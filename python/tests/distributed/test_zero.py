@@ -88,7 +88,7 @@ def test_layers_that_are_given_as_tensors_are_refused():
     model = Plain(fused=False)
     engine = started(model)
     with pytest.raises(
-        sigmascale.UnsupportedError, match="layer.q is sharded by ZeRO-3.*a function that returns the Layer"
+        sigmascale.UnsupportedError, match="layer.q .*ZeRO-3"
     ):
         fp8.attach(engine, layers=[describe(block) for block in model.blocks])
 

@@ -2,8 +2,8 @@
 
     python python/tests/lanes/lane_gpu_vllm.py MODELS --work FOLDER [--only WORD ...] [--jobs 6] [--gpus 1]
 
-MODELS holds one folder of Hugging Face transformers a model, with tokenizer. Each engine runs in a process of its own, several at a
-time. A line a check: passed, failed, or not run with the reason. `FOLDER/table.json` has all values; the exit status is 1 if a check
+MODELS holds one folder of Hugging Face transformers a model, with tokenizer. A process runs the cases of one environment in turn, each
+with an engine of its own; several processes run at a time. A line a check: passed, failed, or not run with the reason. `FOLDER/table.json` has all values; the exit status is 1 if a check
 failed. Needs vLLM 0.26 or later and this package, installed, so that vLLM finds the plugin.
 
 The text is Python's own language reference as `pydoc_data.topics` holds it: the same for everyone who has that version of Python.
@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import csv
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -22,6 +23,7 @@ import logging
 import math
 import os
 import pathlib
+import random
 import shutil
 import signal
 import subprocess
@@ -30,12 +32,15 @@ import time
 import traceback
 
 TOKENS, CHUNK = 12288, 1536
+# Long sequences: lengths, and depths of what is to be found in them.
+LONG, LENGTHS, DEPTHS = 32768, (4096, 8192, 16384, 32768), (0.1, 0.4, 0.7, 0.95)
+CITIES = "Lisbon Oslo Vienna Prague Dublin Madrid Athens Warsaw Berlin Paris Rome Bern Sofia Riga Tallinn Vilnius Zagreb Helsinki Budapest London".split()
 # Chunks whose logits are kept for the KL divergence.
 KEPT = 4
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Attention is", "Water boils at", "import numpy as np\n", "The largest planet is"]
 ONES = {operand: 1.0 for operand in "qkv"}
-# The seconds after which an engine is ended.
-LIMIT = 200
+# Seconds that a process has for its imports, and for each of its cases.
+START, LIMIT = 150, 75
 SHAPES = {
     "llama-3-8b": dict(kind="LlamaConfig", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, rope_theta=500000.0),
     "qwen2.5-7b": dict(kind="Qwen2Config", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, rope_theta=1000000.0),
@@ -84,6 +89,13 @@ def shrink(model):
             module._k_scale.mul_(2.0**-9)
 
 
+def displace(model):
+    """Centers of keys that are far off: exact in real numbers, but nothing of a key is left in FP8."""
+    for module in model.modules():
+        if getattr(module, "_sigmascale_center", None) is not None:
+            module._sigmascale_center.add_(2.0**20)
+
+
 def refreshed(model):
     import sigmascale.vllm
 
@@ -115,11 +127,13 @@ class Engine:
         # vLLM's import takes handlers away.
         job.listen()
         self.job, start = job, time.monotonic()
-        own = {"kv_cache_dtype": "fp8", "enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
-        self.llm = LLM(
-            str(folder), dtype="bfloat16", seed=0, max_model_len=2048, max_num_seqs=16, gpu_memory_utilization=0.1,
+        own = {
+            "kv_cache_dtype": "fp8", "enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 4096, "max_model_len": 2048,
             # No measurement of memory, which other engines on this GPU would disturb.
-            kv_cache_memory_bytes=2**30, disable_log_stats=True, **(own | arguments),
+            "kv_cache_memory_bytes": 2**30,
+        }
+        self.llm = LLM(
+            str(folder), dtype="bfloat16", seed=0, max_num_seqs=16, gpu_memory_utilization=0.1, disable_log_stats=True, **(own | arguments)
         )
         job.values["load_s"] = time.monotonic() - start
 
@@ -154,7 +168,7 @@ class Engine:
                     self.job.logits.append(logits.cpu())
                 else:
                     for at in range(0, len(logits), 512):
-                        one = torch.log_softmax(kept[place][at : at + 512].cuda().float(), -1)
+                        one = torch.log_softmax(kept[place][at : at + 512].to(logits.device).float(), -1)
                         two = torch.log_softmax(logits[at : at + 512].float(), -1)
                         kl += (one.exp() * (one - two)).sum(-1).tolist()
         if keep:
@@ -162,6 +176,19 @@ class Engine:
         self.llm.apply_model(_forget_logits)
         found = {"perplexity": math.exp(-sum(logprobs) / len(logprobs)), "tokens": len(logprobs), "logprobs": logprobs}
         return found | ({"kl": sum(kl) / len(kl), "kl_tokens": len(kl)} if kl else {})
+
+    def time_refresh(self):
+        """Seconds that scales of unchanged weights take: the second time, when engines of scales are there."""
+        for _ in range(2):
+            start = time.monotonic()
+            self.llm.apply_model(refreshed)
+            self.job.values["refresh_s"] = time.monotonic() - start
+        self.job.check("seconds of a refresh", True, f"{self.job.values['refresh_s']:.3f}")
+
+    def prefill(self, chunks):
+        from vllm import SamplingParams
+
+        self.llm.generate([{"prompt_token_ids": chunk} for chunk in chunks], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
 
     def greedy(self, prompts=PROMPTS, tokens=64):
         from vllm import SamplingParams
@@ -193,7 +220,10 @@ def _watch_amax(model):
 
     for module in model.modules():
         if hasattr(module, "_k_scale") and hasattr(module, "impl"):
+            first = not hasattr(module, "_lane_amax")
             module._lane_amax = torch.zeros(3, dtype=torch.float32, device=module._k_scale.device)
+            if not first:
+                continue
 
             def noted(query, key, value, *args, _own=module, _forward=module.forward, **kwargs):
                 _own._lane_amax = torch.maximum(_own._lane_amax, torch.stack([x.abs().max().float() for x in (query, key, value)]))
@@ -242,6 +272,19 @@ class Job:
     def chunks(self):
         return text(self.model)
 
+    @functools.cached_property
+    def others(self):
+        """As many tokens of the text behind those, to calibrate on."""
+        return text(self.model, TOKENS)
+
+    def wait(self, name):
+        """For what another process writes."""
+        end = time.monotonic() + START
+        while not (self.work / name).exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{name} was not written within {START} s")
+            time.sleep(0.1)
+
     def listen(self):
         """Collects what the plugin says."""
         handler = logging.Handler()
@@ -252,13 +295,17 @@ class Job:
         return any(at == level and all(word in line for word in words) for at, line in self.log)
 
 
-def text(model):
+def tokenized(model, characters):
     import pydoc_data.topics
 
     import transformers
 
     whole = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    ids = transformers.AutoTokenizer.from_pretrained(model)(whole[: 12 * TOKENS])["input_ids"][:TOKENS]
+    return transformers.AutoTokenizer.from_pretrained(model)(whole[:characters])["input_ids"]
+
+
+def text(model, first=0):
+    ids = tokenized(model, 12 * (first + TOKENS))[first : first + TOKENS]
     return [ids[at : at + CHUNK] for at in range(0, TOKENS, CHUNK)]
 
 
@@ -269,7 +316,18 @@ def rows_of(found):
     return [{x: up_to_bf16(max(layer[f"{x}_descale"])) for x in "qkv"} for layer in found["layers"]]
 
 
-# The cases: each a process.
+def served(folder, rows):
+    """The same where the plugin centers keys, as it does by itself; and the hash of the centers."""
+    import sigmascale
+
+    found = sigmascale.centers(folder)
+    if found is None:
+        return rows, None
+    keys = {layer["layer"]: max(layer["k_scale"]) for layer in found["layers"]}
+    return [row | {"k": keys.get(number, row["k"])} for number, row in enumerate(rows)], found["hash"]
+
+
+# The cases.
 def prepare(job):
     """References, exports and other checkpoints, without a GPU."""
     import torch
@@ -277,8 +335,12 @@ def prepare(job):
 
     import sigmascale
 
-    reference = {"scales": rows_of(sigmascale.calibrate(job.model))}
-    sigmascale.export(job.model, job.work / f"{job.model.name}-export", "vllm")
+    plain = rows_of(sigmascale.calibrate(job.model))
+    reference = {"plain": plain}
+    reference["scales"], reference["centers"] = served(job.model, plain)
+    exported = job.work / f"{job.model.name}-export"
+    shutil.rmtree(exported, ignore_errors=True)
+    sigmascale.export(job.model, exported, "vllm")
     weights = load_file(job.model / "model.safetensors")
     other = job.work / f"{job.model.name}-other"
     shutil.copytree(job.model, other, dirs_exist_ok=True)
@@ -300,13 +362,16 @@ def prepare(job):
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     (quantized / "config.json").write_text(json.dumps(config))
-    reference["fp8"] = rows_of(sigmascale.calibrate(quantized))
-    (job.work / f"{job.model.name}.json").write_text(json.dumps(reference))
+    reference["fp8"], _ = served(quantized, rows_of(sigmascale.calibrate(quantized)))
     biases = {}
     for name, tensor in load_file(job.model / "model.safetensors").items():
         if name.endswith("k_proj.bias"):
             biases[name.split(".")[2]] = tensor.abs().max().item()
     job.values["key_bias"] = biases
+    # Cases wait for it.
+    partial = job.work / f"{job.model.name}.part"
+    partial.write_text(json.dumps(reference))
+    partial.rename(job.work / f"{job.model.name}.json")
     job.check("prepared", True, f"{len(reference['scales'])} layers")
 
 
@@ -316,39 +381,49 @@ def bf16(job):
     engine.llm.apply_model(_watch_amax)
     job.values |= engine.perplexity(keep=job.work / f"{job.model.name}.logits")
     job.values["amax"] = engine.llm.apply_model(_amax)[0]
+    engine.llm.apply_model(_watch_amax)
+    engine.prefill(job.others)
+    job.values["calibrated"] = engine.llm.apply_model(_amax)[0]
     job.values["greedy"] = engine.greedy()
     job.check("perplexity", math.isfinite(job.values["perplexity"]), f"{job.values['perplexity']:.4f} over {job.values['tokens']} tokens")
 
 
 def fixed(job):
-    """1.0 without the plugin, and the exact maxima of this text, as a calibration over it would give them."""
+    """1.0 without the plugin, and maxima over 448: of other text, as a calibration gives them, and of this text."""
     engine, logits = Engine(job, job.model), job.work / f"{job.model.name}.logits"
     job.equal("without the plugin scales are 1.0", engine.scales(), [ONES] * len(job.reference["scales"]))
     job.values |= engine.perplexity(against=logits)
     job.values["greedy"] = engine.greedy()
-    maxima = json.loads((job.work / f"bf16.{job.model.name}.json").read_text())["values"]["amax"]
-    rows = {number: dict(zip("qkv", (value / 448 for value in row))) for number, row in enumerate(maxima)}
-    engine.llm.apply_model(functools.partial(fill, rows=rows))
-    job.values["maxima"] = engine.perplexity(against=logits)
-    job.check("perplexity", True, f"1.0 {job.values['perplexity']:.4f} KL {job.values['kl']:.5f}; maxima {job.values['maxima']['perplexity']:.4f} KL {job.values['maxima']['kl']:.5f}")
+    job.check("perplexity at 1.0", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
+    seen = json.loads((job.work / f"bf16.{job.model.name}.json").read_text())["values"]
+    for way, maxima in [("calibrated", seen["calibrated"]), ("maxima", seen["amax"])]:
+        rows = {number: dict(zip("qkv", (value / 448 for value in row))) for number, row in enumerate(maxima)}
+        engine.llm.apply_model(functools.partial(fill, rows=rows))
+        job.values[way] = own = engine.perplexity(against=logits)
+        clipped = sum(x > y for one, other in zip(seen["amax"], maxima) for x, y in zip(one, other))
+        job.check(f"perplexity, {way}", True, f"{own['perplexity']:.4f} KL {own['kl']:.5f}; {clipped} of {3 * len(maxima)} operands of this text pass their maximum")
 
 
 def export(job):
     engine = Engine(job, job.work / f"{job.model.name}-export")
-    job.equal("an export's scales, without the plugin", engine.scales(), job.reference["scales"])
+    job.equal("an export's scales, without the plugin", engine.scales(), job.reference["plain"])
     job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
     job.values["greedy"] = engine.greedy()
     job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
 
 
 def plugin(job):
-    wanted, other = job.reference["scales"], job.reference["other"]
+    """Keys as they are."""
+    os.environ["SIGMASCALE_CENTER"] = "off"
+    wanted, other = job.reference["plain"], job.reference["other"]
     engine = Engine(job, job.model)
+    del os.environ["SIGMASCALE_CENTER"]
     job.equal("the plugin's scales", engine.scales(), wanted)
     job.check("the plugin says so", job.said(logging.INFO, f"of {len(wanted)} layers from the weights"), job.log)
     job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
     job.values["greedy"] = engine.greedy()
     job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
+    engine.time_refresh()
     normed = "gemma3" in job.model.name
     engine.llm.apply_model(functools.partial(grow, factor=4.0))
     job.equal("weights times 4 in place, then refresh", engine.scales(), [{x: row[x] * (1.0 if normed and x != "v" else 4.0) for x in "qkv"} for row in wanted])
@@ -358,6 +433,64 @@ def plugin(job):
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.model)})
     job.equal("reload_weights from the first", engine.scales(), wanted)
     job.check("greedy text as before", engine.greedy() == job.values["greedy"])
+
+
+def centered(job):
+    wanted, logits = job.reference["scales"], job.work / f"{job.model.name}.logits"
+    if job.reference["centers"] is None:
+        job.not_run("centered keys", "no layer's keys have a bias that is rotated")
+        return
+    engine = Engine(job, job.model)
+    job.equal("scales of centered keys", engine.scales(), wanted)
+    job.check("the plugin names the centers", job.said(logging.INFO, f"centers {job.reference['centers']}"), job.log)
+    job.values |= engine.perplexity(against=logits)
+    job.values["greedy"] = engine.greedy()
+    engine.time_refresh()
+    engine.llm.apply_model(functools.partial(fill, rows=[ONES] * len(wanted)))
+    job.values["centered-fixed"] = engine.perplexity(against=logits)
+    own = job.values["centered-fixed"]
+    job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}; at 1.0 {own['perplexity']:.4f} KL {own['kl']:.5f}")
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.work / f"{job.model.name}-other")})
+    job.check("scales follow other weights", all(new["v"] > old["v"] for new, old in zip(engine.scales(), wanted)))
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(job.model)})
+    job.equal("reload_weights from the first", engine.scales(), wanted)
+    job.check("greedy text as before", engine.greedy() == job.values["greedy"])
+
+
+def long(job, cache, center):
+    """Perplexity by position, and codes to be found at several depths of sequences."""
+    from vllm import SamplingParams
+
+    if json.loads((job.model / "config.json").read_text())["max_position_embeddings"] < LONG:
+        job.not_run("long sequences", f"the model takes fewer than {LONG} tokens")
+        return
+    os.environ["SIGMASCALE_CENTER"] = center
+    engine = Engine(job, job.model, kv_cache_dtype=cache, max_model_len=LONG, enable_prefix_caching=True, kv_cache_memory_bytes=2**32)
+    ids, sums = tokenized(job.model, 24 * LONG), collections.defaultdict(list)
+    for at in (0, LONG):
+        window = ids[at : at + LONG - 1]
+        (answer,) = engine.llm.generate([{"prompt_token_ids": window}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), use_tqdm=False)
+        for place, (token, row) in enumerate(zip(window, answer.prompt_logprobs)):
+            if row:
+                sums[next(end for end in LENGTHS if place < end)].append(row[token].logprob)
+    rows = [["perplexity", end, "", math.exp(-sum(values) / len(values)), len(values)] for end, values in sorted(sums.items())]
+    tokenize, draw = engine.llm.get_tokenizer(), random.Random(0)
+    encode = lambda words: tokenize(words, add_special_tokens=False)["input_ids"]
+    for length in LENGTHS:
+        for depth in DEPTHS:
+            codes = {city: str(draw.randrange(10**5, 10**6)) for city in CITIES}
+            told = encode("\n" + "\n".join(f"The access code of {city} is {code}." for city, code in codes.items()) + "\n")
+            hay = ids[: length - len(told) - 128]
+            cut = int(depth * len(hay))
+            whole = hay[:cut] + told + hay[cut:]
+            asked = [whole + encode(f"\n\nQuestion: What is the access code of {city}?\nAnswer: The access code of {city} is") for city in codes]
+            answers = engine.llm.generate([{"prompt_token_ids": x} for x in asked], SamplingParams(max_tokens=10, temperature=0), use_tqdm=False)
+            found = sum(code in answer.outputs[0].text for code, answer in zip(codes.values(), answers))
+            rows.append(["found", length, depth, found / len(codes), len(codes)])
+    job.values["long"] = rows
+    words = [f"below {end}: {value:.3f}" for kind, end, _, value, _ in rows if kind == "perplexity"]
+    shares = [value for kind, *_, value, _ in rows if kind == "found"]
+    job.check("long sequences", True, f"perplexity {', '.join(words)}; codes found {100 * sum(shares) / len(shares):.1f} %")
 
 
 def sleep(job):
@@ -390,6 +523,11 @@ def graphs(job, mode="FULL_AND_PIECEWISE", compiled=3):
     job.check("graphs read the scales in their place", small != first, f"{sum(a != b for a, b in zip(small, first))} of 8 texts change with key scales times 2^-9")
     engine.llm.apply_model(refreshed)
     job.check("texts after refresh", engine.greedy(single, 32) == first)
+    if job.reference["centers"] is not None:
+        engine.llm.apply_model(displace)
+        job.check("graphs read the centers in their place", engine.greedy(single, 32) != first)
+        engine.llm.apply_model(refreshed)
+        job.check("texts after another refresh", engine.greedy(single, 32) == first)
     job.values |= engine.perplexity()
     job.check("perplexity", True, f"{job.values['perplexity']:.4f}")
 
@@ -496,7 +634,7 @@ def dummy(job):
     job.equal("scales of random weights", found, rows)
 
 
-def plant(job):
+def plant(job, kind):
     """Faults, planted into the plugin: each must be seen in the scales."""
     import torch
 
@@ -504,7 +642,6 @@ def plant(job):
     from sigmascale import _loaded
     from sigmascale.torch import _stream
 
-    kind = os.environ["LANE_PLANT"]
     if kind == "dtype":
         begin = _stream.DeviceStream.__init__
 
@@ -526,8 +663,7 @@ def plant(job):
     job.check(f"a planted fault is seen: {kind}", differ, f"{differ} of {len(wanted)} layers differ")
 
 
-def parallel(job):
-    kind = os.environ["LANE_PARALLEL"]
+def parallel(job, kind):
     engine = Engine(job, job.model, **{f"{kind}_parallel_size": 2}, distributed_executor_backend="mp")
     job.equal(f"{kind} parallelism 2: the largest scale of the ranks", engine.scales(), job.reference["scales"])
     job.values |= engine.perplexity()
@@ -536,74 +672,85 @@ def parallel(job):
 
 
 OFF, OWN = {"SIGMASCALE_PLUGIN": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-# Name, function, environment, the cases that come first.
+# Processes: an environment and its cases, in turn. An engine that is to sleep comes last: its memory is a pool of the process.
 REAL = [
-    ("bf16", bf16, {}, ["prepare"]),
-    ("plugin", plugin, {}, ["bf16"]),
-    ("export", export, OFF, ["bf16"]),
-    ("fixed", fixed, OFF, ["bf16"]),
-    ("graphs", graphs, {}, ["prepare"]),
-    ("graphs-piecewise", graphs_piecewise, {}, ["prepare"]),
-    ("graphs-full", graphs_full, {}, ["prepare"]),
-    ("prefix", prefix, {}, ["prepare"]),
-    ("fp8-weights", fp8_weights, {}, ["prepare"]),
-    ("sleep", sleep, {}, ["prepare"]),
-    ("ngram", ngram, {}, ["prepare"]),
-    ("fp8-online", fp8_online, {}, ["prepare"]),
-    ("lora", lora, {}, ["prepare"]),
-    ("strict", strict, {"SIGMASCALE_PLUGIN": "strict"}, ["prepare"]),
-    ("process-fork", separate, OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, ["prepare"]),
-    ("process-spawn", separate, OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, ["prepare"]),
-    ("plant-dtype", plant, {"LANE_PLANT": "dtype"}, ["prepare"]),
-    ("plant-layer", plant, {"LANE_PLANT": "layer"}, ["prepare"]),
-    ("plant-reload", plant, {"LANE_PLANT": "reload"}, ["prepare"]),
+    ({}, ["bf16", "plugin", "centered", "prefix", "ngram", "sleep"]),
+    (OFF, ["export", "fixed"]),
+    ({}, ["fp8-weights", "fp8-online", "lora", "plant-reload"]),
+    ({}, ["long-bf16", "long-plugin", "long-centered"]),
+    ({}, ["graphs"]),
+    ({}, ["graphs-piecewise", "graphs-full"]),
+    ({"SIGMASCALE_PLUGIN": "strict"}, ["strict"]),
+    (OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, ["process-fork"]),
+    (OWN | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, ["process-spawn"]),
+    # These stay in their process.
+    ({}, ["plant-layer"]),
+    ({}, ["plant-dtype"]),
 ]
-TWO = [
-    ("tensor-parallel", parallel, OWN | {"LANE_PARALLEL": "tensor"}, ["prepare"]),
-    ("pipeline-parallel", parallel, OWN | {"LANE_PARALLEL": "pipeline"}, ["prepare"]),
-]
-FUNCTIONS = {name: function for name, function, *_ in REAL + TWO} | {"prepare": prepare, "dummy": dummy}
+TWO = [(OWN, ["tensor-parallel"]), (OWN, ["pipeline-parallel"])]
+# What a case reads of another, beside what `prepare` makes.
+AFTER = {"plugin": "bf16", "centered": "bf16", "export": "bf16", "fixed": "bf16"}
+FUNCTIONS = {
+    "prepare": prepare, "bf16": bf16, "plugin": plugin, "centered": centered, "export": export, "fixed": fixed, "graphs": graphs, "graphs-piecewise": graphs_piecewise,
+    "graphs-full": graphs_full, "prefix": prefix, "fp8-weights": fp8_weights, "fp8-online": fp8_online, "sleep": sleep, "ngram": ngram, "lora": lora,
+    "long-bf16": functools.partial(long, cache="auto", center="off"), "long-plugin": functools.partial(long, cache="fp8", center="off"),
+    "long-centered": functools.partial(long, cache="fp8", center="auto"), "strict": strict, "process-fork": separate, "process-spawn": separate, "dummy": dummy,
+    "tensor-parallel": functools.partial(parallel, kind="tensor"), "pipeline-parallel": functools.partial(parallel, kind="pipeline"),
+} | {f"plant-{kind}": functools.partial(plant, kind=kind) for kind in ("dtype", "layer", "reload")}
 
 
-def inside(name, model, work):
-    """One case, in its own process."""
-    job = Job(pathlib.Path(model), pathlib.Path(work))
-    try:
-        FUNCTIONS[name](job)
-    except BaseException as error:
-        traceback.print_exc()
-        job.check("ends", False, f"{type(error).__name__}: {error}"[:300])
-    out = {"checks": job.checks, "values": job.values, "log": job.log}
-    (job.work / f"{name}.{job.model.name}.json").write_text(json.dumps(out))
+def inside(names, model, work):
+    """Cases, one after another, in a process of their own."""
+    for name in names:
+        job = Job(pathlib.Path(model), pathlib.Path(work))
+        out = job.work / f"{name}.{job.model.name}.json"
+        try:
+            if name != "prepare" and name != "dummy":
+                job.wait(f"{job.model.name}.json")
+            if name in AFTER:
+                job.wait(f"{AFTER[name]}.{job.model.name}.json")
+            start = time.monotonic()
+            FUNCTIONS[name](job)
+        except BaseException as error:
+            traceback.print_exc()
+            job.check("ends", False, f"{type(error).__name__}: {error}"[:300])
+        found = {"checks": job.checks, "values": job.values, "log": job.log, "seconds": round(time.monotonic() - start, 1)}
+        partial = out.with_suffix(".part")
+        partial.write_text(json.dumps(found))
+        partial.rename(out)
+        gc.collect()
     sys.stdout.flush()
     # Engines that end in order take seconds.
     os._exit(0)
 
 
-def run(name, environment, model, work):
-    """Starts a case; gives what it noted, and its seconds."""
-    start, out = time.monotonic(), work / f"{name}.{model.name}.json"
-    out.unlink(missing_ok=True)
+def run(names, environment, model, work):
+    """Starts a process of cases; gives what each noted."""
+    start, place = time.monotonic(), f"{names[0]}.{model.name}.log"
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "SIGMASCALE_PLUGIN": "1",
         "VLLM_CACHE_ROOT": str(work / "cache"),
     }
-    with open(work / f"{name}.{model.name}.log", "w") as log:
-        command = [sys.executable, __file__, "--inside", name, str(model), "--work", str(work)]
+    with open(work / place, "w") as log:
+        command = [sys.executable, __file__, "--inside", ",".join(names), str(model), "--work", str(work)]
         process = subprocess.Popen(command, env=os.environ | own | environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            process.wait(LIMIT)
+            process.wait(START + LIMIT * len(names))
         except subprocess.TimeoutExpired:
             pass
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    found = json.loads(out.read_text()) if out.exists() else None
-    if found is None:
-        lines = (work / f"{name}.{model.name}.log").read_text().splitlines()[-1:] or [""]
-        note = f"no result after {time.monotonic() - start:.0f} s: {lines[0]}"[:300]
-        found = {"checks": [{"check": "ends", "state": "failed", "note": note, "seconds": 0.0}], "values": {}, "log": []}
-    return found | {"seconds": round(time.monotonic() - start, 1)}
+    found = {}
+    for name in names:
+        out = work / f"{name}.{model.name}.json"
+        if out.exists():
+            found[name] = json.loads(out.read_text())
+        else:
+            lines = (work / place).read_text().splitlines()[-1:] or [""]
+            note = f"no result after {time.monotonic() - start:.0f} s: {lines[0]}"[:300]
+            found[name] = {"checks": [{"check": "ends", "state": "failed", "note": note, "seconds": 0.0}], "values": {}, "log": [], "seconds": 0.0}
+    return found
 
 
 def across(results):
@@ -621,17 +768,19 @@ def across(results):
             say(model, "plugin and export: every token's log-probability, bit for bit", one["logprobs"] == two["logprobs"], f"{len(one['logprobs'])} tokens")
             say(model, "plugin and export: greedy text", one["greedy"] == two["greedy"], f"{sum(map(len, one['greedy']))} tokens")
         for case in ("graphs", "graphs-piecewise", "graphs-full", "prefix", "tensor-parallel", "pipeline-parallel"):
-            if "perplexity" in of(case) and "perplexity" in two:
-                ratio = of(case)["perplexity"] / two["perplexity"]
-                say(model, f"{case}: perplexity within 1 % of eager", abs(ratio - 1) < 0.01, f"{of(case)['perplexity']:.4f} for {two['perplexity']:.4f}")
+            eager = of("centered") if "perplexity" in of("centered") else two
+            if "perplexity" in of(case) and "perplexity" in eager:
+                ratio = of(case)["perplexity"] / eager["perplexity"]
+                say(model, f"{case}: perplexity within 1 % of eager", abs(ratio - 1) < 0.01, f"{of(case)['perplexity']:.4f} for {eager['perplexity']:.4f}")
         for case in ("ngram", "process-fork", "process-spawn", "graphs", "graphs-full"):
-            if "greedy" in of(case) and "greedy" in two:
-                same = sum(a == b for a, b in zip(of(case)["greedy"], two["greedy"]))
+            eager = of("centered") if "greedy" in of("centered") else two
+            if "greedy" in of(case) and "greedy" in eager:
+                same = sum(a == b for a, b in zip(of(case)["greedy"], eager["greedy"]))
                 # Other shapes round otherwise, so that greedy text may part where two tokens are as likely.
                 least = 6 if case.startswith("process") else 3
-                say(model, f"{case}: greedy texts equal to eager's", same >= least, f"{same} of {len(two['greedy'])}")
+                say(model, f"{case}: greedy texts equal to eager's", same >= least, f"{same} of {len(eager['greedy'])}")
         if "perplexity" in base:
-            for case in ("fixed", "export", "plugin"):
+            for case in ("fixed", "export", "plugin", "centered"):
                 if "perplexity" in of(case):
                     ratio = of(case)["perplexity"] / base["perplexity"]
                     say(model, f"{case}: perplexity within 5 % of BF16", ratio < 1.05, f"{100 * (ratio - 1):+.2f} %")
@@ -653,7 +802,7 @@ def write_tables(results, shared, work):
     cache, layers = [], []
     for (case, model), found in results.items():
         values = found["values"]
-        ways = [(case, values)] + ([("maxima", values["maxima"])] if "maxima" in values else [])
+        ways = [(case, values), *((way, values[way]) for way in ("calibrated", "maxima", "centered-fixed") if way in values)]
         base = results.get(("bf16", model), {}).get("values", {})
         for way, one in ways:
             if "perplexity" not in one:
@@ -666,10 +815,12 @@ def write_tables(results, shared, work):
         if case == "bf16":
             reference = json.loads((work / f"{model}.json").read_text())
             biases = results["prepare", model]["values"]["key_bias"]
-            for number, (amax, scale) in enumerate(zip(values.get("amax", []), reference["scales"])):
-                layers.append([model, number, *amax, *(scale[x] for x in "qkv"), biases.get(str(number), 0.0)])
+            for number, (amax, scale, own) in enumerate(zip(values.get("amax", []), reference["plain"], reference["scales"])):
+                layers.append([model, number, *amax, *(scale[x] for x in "qkv"), own["k"], biases.get(str(number), 0.0)])
+    sequences = [[model, case, *row] for (case, model), found in results.items() for row in found["values"].get("long", [])]
+    write("long.csv", ["model", "case", "kind", "tokens", "depth", "value", "count"], sequences)
     write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
-    write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "max_key_bias"], layers)
+    write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "scale_k_centered", "max_key_bias"], layers)
 
 
 def main():
@@ -680,36 +831,33 @@ def main():
     parser.add_argument("--model", nargs="*", default=[]), parser.add_argument("--inside")
     args = parser.parse_args()
     if args.inside:
-        inside(args.inside, args.models, args.work)
+        inside(args.inside.split(","), args.models, args.work)
     args.work.mkdir(parents=True, exist_ok=True)
     models = [path for path in sorted(args.models.iterdir()) if (path / "config.json").exists() and (not args.model or path.name in args.model)]
-    plan = collections.OrderedDict()
+    plan = []
     for model in models:
-        plan["prepare", model] = ({}, [])
-        for name, _, environment, first in TWO if args.gpus == 2 else REAL:
-            if not args.only or any(word in f"{name} {model.name}" for word in args.only):
-                plan[name, model] = (environment, first)
-                for other in first:
-                    plan.setdefault((other, model), ({}, ["prepare"]))
+        picked = [(environment, [name for name in names if not args.only or any(word in f"{name} {model.name}" for word in args.only)]) for environment, names in (TWO if args.gpus == 2 else REAL)]
+        wanted = {name for _, names in picked for name in names}
+        needed = [name for name in dict.fromkeys(AFTER[name] for name in wanted if name in AFTER) if name not in wanted]
+        plan += [({}, ["prepare"], model), *((environment, names, model) for environment, names in [({}, needed), *picked] if names)]
     if args.gpus == 1:
         for shape in SHAPES:
             if not args.only or any(word in f"dummy {shape}" for word in args.only):
-                plan["dummy", pathlib.Path(shape)] = ({}, [])
+                plan.append(({}, ["dummy"], pathlib.Path(shape)))
+    for _, names, model in plan:
+        for name in names:
+            (args.work / f"{name}.{model.name}.json").unlink(missing_ok=True)
+    for model in models:
+        (args.work / f"{model.name}.json").unlink(missing_ok=True)
     results, start = {}, time.monotonic()
-    print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} engines and preparations", flush=True)
-    pending, running = list(plan), {}
+    print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} processes", flush=True)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        while pending or running:
-            done = set(results)
-            for case, model in list(pending):
-                environment, first = plan[case, model]
-                if len(running) < args.jobs and all((other, model.name) in done for other in first):
-                    pending.remove((case, model))
-                    running[pool.submit(run, case, environment, model, args.work)] = case, model
-            ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in ended:
-                case, model = running.pop(future)
-                results[case, model.name] = found = future.result()
+        # Those that others wait for were put in first.
+        running = {pool.submit(run, names, environment, model, args.work): model for environment, names, model in plan}
+        for future in concurrent.futures.as_completed(running):
+            model = running[future]
+            for case, found in future.result().items():
+                results[case, model.name] = found
                 for row in found["checks"]:
                     print(f"{row['state']:8} {case:18} {model.name:14} {row['seconds']:6.1f} s  {row['check']}: {row['note']}"[:260], flush=True)
                 print(f"         {case:18} {model.name:14} {found['seconds']:6.1f} s in all, loaded in {found['values'].get('load_s', 0):.1f} s", flush=True)
@@ -717,10 +865,9 @@ def main():
     for place, row in shared:
         print(f"{row['state']:8} {place:33}           {row['check']}: {row['note']}", flush=True)
     checks = [row for found in results.values() for row in found["checks"]] + [row for _, row in shared]
-    whole = [name for name, *_ in REAL + TWO]
-    for name in whole:
-        if not any(case == name for case, _ in plan):
-            print(f"not run  {name:18} {'needs --gpus 2' if name in FUNCTIONS and name.endswith('parallel') else 'not selected by these options'}")
+    for name in FUNCTIONS:
+        if not any(name in names for _, names, _ in plan):
+            print(f"not run  {name:18} {'needs --gpus 2' if name.endswith('parallel') and args.gpus == 1 else 'not selected by these options'}")
     states = collections.Counter(row["state"] for row in checks)
     about = {"python": sys.version.split()[0], "tokens": TOKENS, "chunk": CHUNK, "models": {path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in models}}
     table = {"about": about, "cases": [{"case": case, "model": model} | found for (case, model), found in results.items()], "across": shared}

@@ -3,16 +3,17 @@
 
     python truth.py vllm|sglang PLACE [PART/PARTS]
 
-writes the folders of `folders.py` into PLACE and a line a folder to `PLACE/ENGINE.jsonl`. The engine is imported once; each
-folder is loaded in a child of its own.
+writes the folders of `folders.py` into PLACE and a line a folder to `PLACE/ENGINE.jsonl`. The engine is imported once, and one
+process loads all folders. A folder that ends the process is counted as one that does not load when the next one begins.
 """
 
+import gc
 import hashlib
 import json
 import os
 import pathlib
+import signal
 import sys
-import time
 
 SECONDS = 180
 
@@ -35,7 +36,12 @@ def sglang():
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_loader import get_model
     from sglang.srt.server_args import ServerArgs
@@ -50,6 +56,8 @@ def sglang():
             context_length=128, attention_backend="triton" if sinks else "torch_native", disable_cuda_graph=True,
         )
         arguments.resolve_once()
+        destroy_model_parallel()
+        destroy_distributed_environment()
         runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -71,37 +79,22 @@ def sglang():
     return load
 
 
-def in_child(load, folder):
-    """The result of a load in a child of this process."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        try:
-            result = {"layers": {str(number): scales for number, scales in load(folder).items()}}
-        except BaseException as error:  # Whatever ends it, an exit too, is the result.
-            result = {"error": f"{type(error).__name__}: {error}"[:400]}
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(json.dumps(result).encode())
-        os._exit(0)
-    os.close(write)
-    data, end = b"", time.monotonic() + SECONDS
-    import select
+def guarded(load, folder):
+    """The result of a load; whatever ends it, an exit or a wait without end too, is one."""
 
-    while time.monotonic() < end:
-        if select.select([read], [], [], 1.0)[0]:
-            part = os.read(read, 1 << 16)
-            if not part:
-                break
-            data += part
-    else:
-        os.kill(child, 9)
-    os.close(read)
-    os.waitpid(child, 0)
-    return json.loads(data) if data else {"error": "the loader ended without a result"}
+    def late(*_):
+        raise TimeoutError(f"not loaded after {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return {"layers": {str(number): scales for number, scales in load(folder).items()}}
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        signal.alarm(0)
 
 
 def main(engine, place, part="1/1"):
@@ -111,8 +104,16 @@ def main(engine, place, part="1/1"):
     place = pathlib.Path(place)
     place.mkdir(parents=True, exist_ok=True)
     load = {"vllm": vllm, "sglang": sglang}[engine]()
-    out = place / f"{engine}.jsonl"
+    out, begun = place / f"{engine}.jsonl", place / f"{engine}.begun"
+
+    def record(name, result):
+        with out.open("a") as lines:
+            lines.write(json.dumps({"name": name} | result) + "\n")
+
     seen = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
+    if begun.exists() and (name := begun.read_text()) not in seen:
+        record(name, {"error": "the loader ended its process"})
+        seen.add(name)
     # In an order that mixes kinds, so that a run that is cut short has some of each.
     mixed = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
     due = mixed[number - 1 :: parts]
@@ -121,16 +122,20 @@ def main(engine, place, part="1/1"):
         if one.name in seen:
             continue
         seen.add(one.name)
+        begun.write_text(one.name)
         try:
             folder = folders.write(one, place)
         except Exception as error:  # A family that this transformers does not have.
             result = {"not_built": f"{type(error).__name__}: {error}"[:400]}
         else:
-            result = in_child(load, folder)
+            result = guarded(load, folder)
             if "error" in result:
                 due.insert(0, folders.control(one.family))
-        with out.open("a") as lines:
-            lines.write(json.dumps({"name": one.name} | result) + "\n")
+        record(one.name, result)
+        if not gc.get_freeze_count():
+            # Engines collect several times a load, and what they imported is most of what there is to look through.
+            gc.collect()
+            gc.freeze()
 
 
 if __name__ == "__main__":

@@ -213,11 +213,11 @@ fn logits_are_recomputed_as_the_forward_had_them() {
     data.q.iter_mut().chain(&mut data.k).for_each(|x| *x = x.abs());
     let plan = data.plan(&call);
     let ones = vec![1.0; call.shape.q_elements()];
-    let off = |forward: &Precision, behind: &Precision| -> f64 {
+    let off = |forward: &Precision, after: &Precision| -> f64 {
         let output = Cpu.forward(&call, &data.inputs(), &plan, forward).unwrap();
         let saved = Saved { out: &output.out, lse: &output.lse };
         let how = BackwardPrecision::default();
-        let dv = backward(&call, &data.inputs(), &plan, behind, &how, &saved, &ones).unwrap().dv;
+        let dv = backward(&call, &data.inputs(), &plan, after, &how, &saved, &ones).unwrap().dv;
         let sum: f64 = dv.iter().step_by(64).map(|&x| f64::from(x)).sum();
         (sum / 140.0 - 1.0).abs()
     };

@@ -353,7 +353,7 @@ fn delta_and_dp_are_of_one_kind() {
     let case = Case::new(10);
     let call = AttentionCall { center: Some(&case.center), ..case.call() };
     assert!(dq_error(&case, &call, |out| out.saved().out.to_vec()) < 1e-4);
-    assert!(dq_error(&case, &call, |out| out.out.clone()) > 0.1, "O with m beside V without");
+    assert!(dq_error(&case, &call, |out| out.out.clone()) > 0.1, "O with m next to V without");
     let m = case.center.m(0).unwrap();
     let kernels_own = |share: &dyn Fn(usize) -> f32, out: &AttentionOutput| -> Vec<f32> {
         out.out.iter().enumerate().map(|(i, o)| o - share(i / D) * m[i % D]).collect()

@@ -150,8 +150,8 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     let none = OperandDescales { v: None, ..good.clone() };
     let short = OperandDescales { k: good.k[..1].to_vec(), ..good.clone() };
     for (error, message) in [
-        (append(&[40, 1], &[1, 0], &[0, 1, 3], &k, &good), "block_table[0][0] = 40 is none of the cache's 40 pages"),
-        (append(&[0, -1], &[0, 0], &[0, 1, 3], &k, &good), "block_table[1][0] = -1 is none of the cache's 40 pages"),
+        (append(&[40, 1], &[1, 0], &[0, 1, 3], &k, &good), "block_table[0][0] = 40 is not one of the cache's 40 pages"),
+        (append(&[0, -1], &[0, 0], &[0, 1, 3], &k, &good), "block_table[1][0] = -1 is not one of the cache's 40 pages"),
         (
             append(&[0], &[0, 0], &[0, 1, 3], &k, &good),
             "a block table of 1 entries does not hold 1 pages of each of 2 sequences",

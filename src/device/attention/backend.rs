@@ -50,13 +50,13 @@
 use super::engine::Cuda;
 use super::host::{HostOutput, Resident, Setup};
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, Cast, Inputs, Keeps, LogitCast, Precision, PvAccumulator, Sequence,
-    check,
+    Attention, AttentionCall, AttentionOutput, Cast, CenteredOutput, Inputs, Keeps, LogitCast, Precision,
+    PvAccumulator, Sequence, check, key_offsets,
 };
 use crate::cuda::Element;
 use crate::error::{Error, Result};
 use crate::fp8::Format;
-use crate::plan::ScalePlan;
+use crate::plan::{Center, ScalePlan};
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
 
@@ -133,7 +133,7 @@ impl Attention for Cuda {
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };
         let host = Host { setup, inputs };
-        let HostOutput { mut out, lse, stats } = self.run(&host)?;
+        let HostOutput { mut out, mut lse, stats } = self.run(&host)?;
         let mut stats = step_stats(call, &stats, 1)?;
         if precision.logits != LogitCast::F32 {
             self.count_logits(&host, &logit, &mut stats)?;
@@ -148,8 +148,28 @@ impl Attention for Cuda {
                 head.iter_mut().for_each(|x| *x *= descale);
             }
         }
-        Ok(AttentionOutput { out, lse, centered: None, sums: None, stats })
+        let centered = call.center.map(|center| CenteredOutput { out: without(&out, center, call), lse: lse.clone() });
+        if let Some(offsets) = key_offsets(call, inputs, plan, precision)? {
+            lse.iter_mut().zip(offsets).for_each(|(lse, offset)| *lse += offset);
+        }
+        Ok(AttentionOutput { out, lse, centered, sums: None, stats })
     }
+}
+
+/// The output without m in the rows that see a key; others have none.
+fn without(out: &[f32], center: &Center, call: &AttentionCall<'_>) -> Vec<f32> {
+    let shape = call.shape;
+    let mut own = out.to_vec();
+    for sequence in call.all_sequences().iter() {
+        for row in (0..sequence.q.len()).filter(|row| !call.visible(sequence, *row).is_empty()) {
+            for head in 0..shape.n_q_heads {
+                let Some(m) = center.m(shape.kv_head(head)) else { continue };
+                let at = shape.out_at(sequence.q.start + row, head);
+                own[at..][..shape.d_v].iter_mut().zip(m).for_each(|(o, m)| *o -= m);
+            }
+        }
+    }
+    own
 }
 
 /// A call from host memory.
@@ -229,7 +249,7 @@ mod tests {
 
     #[test]
     fn what_the_gpu_does_not_offer_is_refused_by_name() {
-        let taken = |call: &AttentionCall| call.on_device(None, None)?.check();
+        let taken = |call: &AttentionCall| call.on_device(None, None, None)?.check();
         let refusal = |call: &AttentionCall| taken(call).unwrap_err();
         assert!(taken(&AttentionCall { mask: Mask::sliding(4), soft_cap: Some(50.0), ..call() }).is_ok());
         let cap = refusal(&AttentionCall { soft_cap: Some(-1.0), ..call() });

@@ -55,9 +55,10 @@ impl Variant {
         // delta is the first kernel's.
         let keeps = if form.keeps == Keeps::Fp8Dq { form.keeps } else { Keeps::Nothing };
         let rest = BackwardForm { keeps, ..form };
-        let backward = BackwardForm { features: Features { sink: false, ..form.features }, ..rest };
+        let backward = BackwardForm { features: Features { sink: false, center: false, ..form.features }, ..rest };
         let backward = Self::Backward { form: backward, deterministic, splits };
-        [Self::Prepare(rows), backward, Self::Finish(BackwardForm { keeps, ..rows })]
+        let finish = BackwardForm { keeps, features: Features { center: false, ..rows.features }, ..rows };
+        [Self::Prepare(rows), backward, Self::Finish(finish)]
     }
 }
 
@@ -105,7 +106,8 @@ pub fn backward_variants() -> Vec<Request> {
     let mut all = Vec::new();
     let none = Features::default();
     let [varlen, window] = [Features { varlen: true, ..none }, Features { window: true, ..none }];
-    let every = Features { window: true, varlen: true, soft_cap: true, sink: true };
+    let every = Features { window: true, varlen: true, soft_cap: true, sink: true, center: false };
+    let center = Features { center: true, ..none };
     for columns in [64, 128, 256] {
         let plain =
             BackwardForm { columns, used: columns, fill: false, causal: false, features: none, keeps: Keeps::Nothing };
@@ -132,6 +134,7 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { causal: true, features: varlen, ..plain },
             BackwardForm { features: Features { sink: true, ..window }, ..plain },
             BackwardForm { features: every, ..plain },
+            BackwardForm { features: center, ..plain },
         ] {
             all.extend(Variant::all(form, false, 1));
             all.extend(Variant::all(BackwardForm { keeps: Keeps::UnroundedDelta, ..form }, false, 1));
@@ -143,6 +146,7 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { causal: true, ..plain },
             BackwardForm { fill: true, used: columns.min(96), ..plain },
             BackwardForm { features: every, ..plain },
+            BackwardForm { features: center, ..plain },
         ] {
             let form = BackwardForm { keeps: Keeps::Fp8Dq, ..form };
             all.extend(Variant::all(form, false, 1));
@@ -196,7 +200,7 @@ impl BackwardEngine {
         &self.kernels.device
     }
 
-    /// Bytes of device memory that a call needs beside its tensors.
+    /// Bytes of device memory that a call needs besides its tensors.
     ///
     /// # Errors
     /// If the call is not offered.
@@ -212,7 +216,8 @@ impl BackwardEngine {
         let form = BackwardForm::of(call, &self.options)?;
         let mut variants = Vec::new();
         for [entries, kv_heads] in self.parts(call, &form).all(&call.shape) {
-            let part = call.with_shape(Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(&call.shape));
+            let sizes = Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(&call.shape);
+            let part = call.part(sizes, 0..sizes.n_kv_heads);
             for variant in Variant::all(form, self.options.deterministic, self.schedule(&part, &form).splits) {
                 if !variants.contains(&variant) {
                     variants.push(variant);
@@ -262,7 +267,9 @@ impl BackwardEngine {
         let launched = parts.try_for_each(|(index, [entries, kv_heads])| {
             let (lane, follows) = (index % lanes.len(), index >= lanes.len());
             let start = workspace.ptr().offset((lane * place.lane) as u64).0;
-            self.launch(&lanes[lane], call, form, &tensors.part(entries, kv_heads), (&place, start), follows)
+            let tensors = tensors.part(entries, kv_heads.clone());
+            let call = call.part(tensors.shape(), kv_heads);
+            self.launch(&lanes[lane], &call, form, &tensors, (&place, start), follows)
         });
         lanes[1..].iter().try_for_each(|side| stream.wait_for(side))?;
         launched
@@ -279,7 +286,6 @@ impl BackwardEngine {
         (place, start): (&BackwardWorkspace, u64),
         follows: bool,
     ) -> Result<()> {
-        let call = &call.with_shape(tensors.shape());
         tensors.check(call)?;
         let (sizes, schedule) = (&call.shape, self.schedule(call, &form));
         let variants = Variant::all(form, self.options.deterministic, schedule.splits);

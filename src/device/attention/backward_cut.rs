@@ -17,7 +17,7 @@ pub(super) struct BackwardForm {
     pub used: usize,
     /// Whether one of them is smaller than the tile.
     pub fill: bool,
-    /// Without a window: keys behind the query's position are not seen.
+    /// Without a window: keys after the query's position are not seen.
     pub causal: bool,
     /// With a window also where rows see no key.
     pub features: Features,
@@ -167,7 +167,7 @@ impl Parts {
 /// set beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BackwardWorkspace {
-    /// Workspaces of parts, one behind the other, that hold the rest each.
+    /// Workspaces of parts, consecutive in memory.
     pub lanes: usize,
     /// Size of one.
     pub lane: usize,
@@ -386,7 +386,7 @@ mod tests {
         let sliding = |left| DeviceCall { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal(&sizes) };
         let windowed = of_call(&sliding(299));
         assert!(windowed.features.window && !windowed.causal);
-        assert_eq!(of_call(&sliding(300)), dense, "a window of all keys is none");
+        assert_eq!(of_call(&sliding(300)), dense, "a window of all keys masks nothing");
         assert!(form(AttentionShape { len_k: 299, ..sizes }).features.window, "a row that sees no key");
         let fill = form(AttentionShape { d_v: 72, ..sizes });
         assert!(fill.fill && (fill.columns, fill.used) == (128, 128));

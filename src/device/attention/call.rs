@@ -11,7 +11,7 @@ use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use crate::stats::stats_words;
 
-/// Multipliers that turn E4M3 back into values, as f32 in device memory; `None` stands for 1.
+/// Multipliers that turn E4M3 back into values, as f32 in device memory; `None` means 1.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Descales {
     /// Of q, `(batch, heads_kv)`: query heads of one group share theirs.
@@ -41,7 +41,7 @@ impl Descales {
 
 /// Rotary embedding of q and k, applied before the cast: `(a, b) -> (a cos - b sin, b cos + a sin)` for each pair.
 ///
-/// Query `i` stands at the row `i + len_k - len_q` of the tables, or of `positions`. Over pages, queries and new keys stand at their
+/// Query `i` takes the row `i + len_k - len_q` of the tables, or of `positions`. Over pages, queries and new keys take the rows of their
 /// places in their sequences.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope {
@@ -78,7 +78,7 @@ pub struct Tensors {
     /// Queries, `(batch, len_q, heads_q, d)`, d a multiple of 8 from 16 to 256: BF16, F16, F32, or E4M3 that is `x / descale` already. 16-byte aligned,
     /// strides multiples of 8 elements (E4M3: 16). A factor that grows with the position (Llama 4, Ministral 3) is in them
     /// already: the model multiplies its queries, the descale covers the largest. It may stand in front of `rope`, which
-    /// turns what is multiplied as it would what is not. Over pages the last query of a sequence stands at its last key.
+    /// turns what is multiplied as it would what is not. Over pages the last query of a sequence is at its last key.
     pub q: View<4>,
     /// Keys and values; 16-byte aligned as q.
     pub keys: Keys,
@@ -113,14 +113,14 @@ pub struct SavedOperands {
     pub k: View<4>,
     /// Values: rows, as the keys'.
     pub v: View<4>,
-    /// What the attention keeps beside them. Keys of calls that keep any of it are not split.
+    /// What the attention keeps besides them. Keys of calls that keep any of it are not split.
     pub rows: SavedRows,
 }
 
 /// What the attention itself keeps for a backward.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum SavedRows {
-    /// Nothing beside the output and the log-sum-exp.
+    /// Nothing besides the output and the log-sum-exp.
     #[default]
     Nothing,
     /// For [`Keeps::UnroundedDelta`], what the rounding of the output took: O before it minus O, BF16, `(batch, len_q, heads_q, d_v)`

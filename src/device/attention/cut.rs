@@ -6,7 +6,7 @@ use super::terms::{DeviceCall, Sequences};
 use super::tile::{ITEM, JOIN, PARTS_BYTES, ROWS, Schedule, Split, Tile};
 use crate::attention::{AttentionShape, PvAccumulator};
 
-/// Bytes of one entry of the list of tiles, and of what stands in front of it.
+/// Bytes of one entry of the list of tiles, and of the header before it.
 const ENTRY: usize = 64;
 /// Sequences whose parts one launch can join.
 const JOINED_SEQUENCES: usize = 65_535;

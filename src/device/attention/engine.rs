@@ -246,9 +246,11 @@ impl Cuda {
         let (heads_q, heads_kv) = (sizes.n_q_heads, sizes.n_kv_heads);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
+        let centers = [None, terms.key_center(), terms.value_center()];
         let tensor = |i: usize, x: &View<4>, descale: Option<&View<2>>| {
             let stats = t.stats.map_or(0, |s| s.ptr().offset(16 * rows[i] as u64).0);
-            params::CastTensor { to: to[i].0, stats, ..self.cast_tensor(x, descale) }
+            let center = centers[i].map_or(0, |x| x.ptr().0);
+            params::CastTensor { to: to[i].0, stats, center, ..self.cast_tensor(x, descale) }
         };
         let mut params = params::Cast {
             q: tensor(0, &t.q, t.descales.q.as_ref()),

@@ -5,7 +5,7 @@ use super::backward_call::{BackwardTensors, Delta, RowBounds};
 use super::call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors};
 use super::engine::Cuda;
 use super::sizes::{row_strides, rows_bytes};
-use super::terms::{DeviceCall, Sequences};
+use super::terms::{Centers, DeviceCall, Sequences};
 use crate::attention::{AttentionCall, Keeps, PvAccumulator};
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
@@ -53,7 +53,7 @@ pub struct RopeTables<'a> {
 pub struct HostOutput {
     /// Output as f32 (an E4M3 output still to be multiplied by its descale).
     pub out: Vec<f32>,
-    /// Log-sum-exp.
+    /// Log-sum-exp; with a center of keys that of the centered logits.
     pub lse: Vec<f32>,
     /// Telemetry, as [`stats_words`] has it; empty without.
     pub stats: Vec<u32>,
@@ -187,7 +187,19 @@ impl Resident {
             None => None,
         };
         let (lists, sequences) = call.sequences.map(|list| Sequences::upload(device, list)).transpose()?.unzip();
-        let call = call.on_device(sequences, sinks)?;
+        let mut of_center = |name: &str, rows: Option<&Vec<Vec<f32>>>, d: usize| {
+            let Some(rows) = rows else { return Ok(None) };
+            let at = keep(name, &rows.concat(), sizes.n_kv_heads * d)?;
+            Ok::<_, Error>(Some(unsafe { View::dense(at, Element::F32, [sizes.n_kv_heads, d]) }))
+        };
+        let center = match call.center {
+            Some(center) => Some(Centers {
+                k: of_center("center of k", center.k.as_ref(), sizes.d_head)?,
+                v: of_center("center of v", center.v.as_ref(), sizes.d_v)?,
+            }),
+            None => None,
+        };
+        let call = call.on_device(sequences, sinks, center)?;
         let tensors = Tensors {
             q: q_view,
             keys: Keys::Rows { k: k_view, v: v_view },
@@ -253,7 +265,7 @@ impl Resident {
 }
 
 impl Resident {
-    /// Bytes that stay between the forward and the backward beside q, k and v, and bytes of the workspace.
+    /// Bytes that stay between the forward and the backward besides q, k and v, and bytes of the workspace.
     pub fn bytes(&self) -> [usize; 2] {
         let saved: usize = self.memory.saved.iter().map(Buffer::len).sum();
         [self.memory.out.len() + 4 * self.memory.lse.len() + saved, self.workspace.extents()[0]]

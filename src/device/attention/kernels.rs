@@ -16,7 +16,7 @@ pub(super) trait Variant: Copy + Eq + Hash {
     fn tells(self) -> Tells;
 }
 
-/// What a launch takes from constants of the module, so that it stands in the kernel alone.
+/// What a launch takes from constants of the module, so that the kernel alone states it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tells {
     Nothing,

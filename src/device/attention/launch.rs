@@ -9,7 +9,7 @@ use crate::cuda::{Stream, View};
 use crate::error::Result;
 
 impl Cuda {
-    /// Bytes of device memory that a call needs beside its tensors.
+    /// Bytes of device memory that a call needs besides its tensors.
     ///
     /// # Errors
     /// If the call is not offered (`is_unsupported`), or it or a tensor breaks a rule.

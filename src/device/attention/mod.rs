@@ -12,7 +12,7 @@
 //! 3. **Combine.** Calls with few query rows, such as decoding, are split ([`Split`]): the heads of a group share a tile, and the keys
 //!    are cut into parts, whose outputs, in F16 by v's descale, are joined by their log-sum-exps. A single part needs no joining.
 //!
-//! It allocates nothing and waits for nothing once the kernels that a call needs are loaded ([`Cuda::prepare`]
+//! It neither allocates nor waits once the kernels that a call needs are loaded ([`Cuda::prepare`]
 //! does that beforehand), so it can be captured in a graph.
 //!
 //! **Layouts.** q `(batch, len_q, heads_q, d)`, k `(batch, len_k, heads_kv, d)`, v `(batch, len_k, heads_kv, d_v)`, out
@@ -62,7 +62,7 @@ pub use engine::Cuda;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
 pub use pages::{NewTokens, PackedQueries, Pages, Splits, ValuePages};
 pub use sizes::HeadDims;
-pub use terms::{DeviceCall, Sequences};
+pub use terms::{Centers, DeviceCall, Sequences};
 pub use tile::{Schedule, Split, Tile};
 // Hidden, with the other list of variants: tests compile every one.
 #[doc(hidden)]

@@ -153,7 +153,10 @@ impl Cuda {
         q.to = at(place.q).0;
         let mut k = tensor(pages.new.as_ref().map(|new| &new.k), d.k.as_ref(), n_kv_heads, 2 * n_q_heads);
         (k.to, k.page_strides) = (pages.k.ptr().0, outer_strides(&pages.k));
+        let center = |x: Option<View<2>>| x.map_or(0, |x| x.ptr().0);
+        k.center = center(call.call.key_center());
         let mut v = tensor(pages.new.as_ref().map(|new| &new.v), d.v.as_ref(), n_kv_heads, 2 * n_q_heads + n_kv_heads);
+        v.center = center(call.call.value_center());
         (v.to, v.page_strides) = match &pages.v {
             ValuePages::Rows(v) => (v.ptr().0, outer_strides(v)),
             ValuePages::Tiled(v) => {
@@ -268,7 +271,7 @@ impl Cuda {
                 1 << log2_page_size
             )),
             2 => Error::argument(format_args!(
-                "block_table[{sequence}][{entry}] = {value} is none of the cache's {count} pages"
+                "block_table[{sequence}][{entry}] = {value} is not one of the cache's {count} pages"
             )),
             _ => Error::argument(format_args!(
                 "block_table[{sequence}][{entry}] = {value}: tokens are appended to rows of this page that another entry uses"

@@ -2,7 +2,7 @@
 
 use super::regions::{Regions, check_workspace};
 use super::sizes::expect_disjoint;
-use super::terms::DeviceCall;
+use super::terms::{DeviceCall, Features};
 use super::tile::{PARTS_BYTES, PROCESSORS, Split};
 use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::{Element, View};

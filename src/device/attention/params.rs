@@ -22,7 +22,7 @@ macro_rules! name_of {
 }
 
 /// Structs of the host, each with the struct of the kernels that it mirrors, the file that has it, and the macro that it is compiled with.
-/// Arrays stand for fields behind each other, of which the first is named.
+/// An array represents consecutive fields and has the name of the first.
 macro_rules! mirrors {
     ($($(#[$doc:meta])* $mirror:ident is $name:ident of $file:literal $(with $define:ident)? {
         $($field:ident $(as $other:literal)?: $type:ty,)*
@@ -90,6 +90,7 @@ mirrors! {
         extremes_partial: u64,
         sinks: u64,
         schedule: u64,
+        value_center as "v_center": u64,
         window as "window_left": [i32; 2],
         soft_cap: f32,
         columns: i32,
@@ -128,6 +129,7 @@ mirrors! {
         joins: u64,
         block_rows: i32,
         unused: i32,
+        value_center as "v_center": u64,
     }
 
     /// Null where all are alike.
@@ -174,6 +176,7 @@ mirrors! {
         to as "out": u64,
         descale: u64,
         stats: u64,
+        center: u64,
         strides as "stride_batch": [i64; 3],
         descale_strides as "descale_batch": [i64; 2],
         length: i32,
@@ -222,6 +225,7 @@ mirrors! {
         to as "out": u64,
         descale: u64,
         stats: u64,
+        center: u64,
         strides as "stride_sequence": [i64; 3],
         descale_strides as "descale_sequence": [i64; 2],
         page_strides as "out_page": [i64; 3],
@@ -302,6 +306,7 @@ mirrors! {
         sinks: u64,
         d_sinks: u64,
         sink_parts: u64,
+        value_center as "v_center": u64,
         soft_cap: f32,
         window_left: i32,
         window_right: i32,
@@ -350,6 +355,7 @@ impl Forward {
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
             sinks: call.sinks.map_or(0, |x| x.ptr().0),
+            value_center: call.value_center().map_or(0, |x| x.ptr().0),
             window: call.window(),
             soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
             columns: sizes.d_v as i32,
@@ -389,6 +395,7 @@ impl Combine {
             len_q: forward.len_q,
             out_e4m3: forward.out_e4m3,
             columns: forward.columns,
+            value_center: forward.value_center,
             ..Zeroable::zeroed()
         }
     }
@@ -455,6 +462,7 @@ impl Backward {
             sequences: Sequences::of(call),
             sinks: call.sinks.map_or(0, |x| x.ptr().0),
             d_sinks: t.d_sinks.map_or(0, |x| x.ptr().0),
+            value_center: call.value_center().map_or(0, |x| x.ptr().0),
             soft_cap: call.soft_cap.map_or(0.0, |cap| cap as f32),
             window_left,
             window_right,

@@ -3,7 +3,7 @@
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 
-/// Regions of one allocation, one behind the other, each 256-byte aligned.
+/// Consecutive regions of one allocation, each 256-byte aligned.
 #[derive(Debug, Default)]
 pub(super) struct Regions {
     bytes: usize,

@@ -4,13 +4,13 @@ use super::sizes::VALUE_TILE;
 use crate::attention::{AttentionCall, AttentionShape, Call, Sequence};
 use crate::cuda::{Buffer, Device, Element, Request, View};
 use crate::error::{Error, Result};
-use std::convert::Infallible;
+use std::ops::Range;
 
 /// What one call computes, forward or backward, with its lists in device memory.
 ///
 /// Whatever a launch needs to know beforehand is a number of it. Sinks, f32, `(heads_q)` without gaps, and the places of
-/// sequences may change between replays of a graph. There are no centers on a device.
-pub type DeviceCall = Call<Sequences, View<1>, Infallible>;
+/// sequences may change between replays of a graph, and so may centers.
+pub type DeviceCall = Call<Sequences, View<1>, Centers>;
 
 /// Where sequences lie, as [`Sequence`](crate::attention::Sequence)s in device memory: i32 without gaps, one a sequence.
 ///
@@ -40,21 +40,63 @@ pub struct Sequences {
     pub max_len_k: usize,
 }
 
+/// What a call subtracts from keys (after their rotation) and values before their cast, f32 without gaps, 16-byte aligned.
+///
+/// The kernels add the values' to the output. The log-sum-exp is that of the logits of centered keys: `tau q . c` less than the
+/// model's. Operands that are E4M3 already are centered already. Not with sinks; keys' neither with a soft-cap nor with logits in
+/// E4M3: these need each row's own shift.
+#[derive(Clone, Copy, Debug)]
+pub struct Centers {
+    /// c, `(heads_kv, d)`; `None`: keys are cast as they are.
+    pub k: Option<View<2>>,
+    /// m, `(heads_kv, d_v)`.
+    pub v: Option<View<2>>,
+}
+
+impl Centers {
+    fn check(&self, call: &DeviceCall) -> Result<()> {
+        let AttentionShape { n_kv_heads, d_head, d_v, .. } = call.shape;
+        for (name, x, d) in [("center of k", self.k, d_head), ("center of v", self.v, d_v)] {
+            let Some(x) = x else { continue };
+            x.expect_dense(name, Element::F32, [n_kv_heads, d])?;
+            x.expect_aligned(name, 16, 4)?;
+        }
+        if call.sinks.is_some() {
+            return Err(Error::unsupported(
+                "centers with sinks are not offered on the GPU: each row would need a sink of its own",
+            ));
+        }
+        if call.soft_cap.is_some() && self.k.is_some() {
+            return Err(Error::unsupported(
+                "a center of keys with a soft-cap is not offered on the GPU: the cap needs the logits of the model",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Those of some KV heads.
+    fn of_heads(&self, kv_heads: Range<usize>) -> Self {
+        let of = |x: Option<View<2>>| x.map(|x| x.narrow(0, kv_heads.clone()));
+        Self { k: of(self.k), v: of(self.v) }
+    }
+}
+
 impl AttentionCall<'_> {
     /// The same call with its lists, if it has any, in device memory.
     ///
     /// # Errors
-    /// `is_unsupported` if the call has a center; if it breaks a rule of its own, or has a list that is not given here, or the other way around.
-    pub fn on_device(&self, sequences: Option<Sequences>, sinks: Option<View<1>>) -> Result<DeviceCall> {
+    /// If the call breaks a rule of its own, or has a list or a center that is not given here, or the other way around.
+    pub fn on_device(
+        &self,
+        sequences: Option<Sequences>,
+        sinks: Option<View<1>>,
+        center: Option<Centers>,
+    ) -> Result<DeviceCall> {
         self.check()?;
-        if self.center.is_some() {
-            return Err(Error::unsupported(
-                "keys and values with a center are attended to on the CPU only: subtract it before the call, and add m to the output",
-            ));
-        }
         for (what, here, there) in [
             ("sequences", self.sequences.is_some(), sequences.is_some()),
             ("sinks", self.sinks.is_some(), sinks.is_some()),
+            ("centers", self.center.is_some(), center.is_some()),
         ] {
             if here != there {
                 return Err(Error::argument(format_args!(
@@ -62,7 +104,7 @@ impl AttentionCall<'_> {
                 )));
             }
         }
-        Ok(self.with_lists(sequences, sinks))
+        Ok(self.with_lists(sequences, sinks, center))
     }
 }
 
@@ -77,16 +119,34 @@ impl DeviceCall {
         if let Some(sinks) = &self.sinks {
             sinks.expect_dense("sinks", Element::F32, [self.shape.n_q_heads])?;
         }
+        if let Some(center) = &self.center {
+            center.check(self)?;
+        }
         self.sequences.map_or(Ok(()), |sequences| sequences.check(&self.shape))
     }
 
-    /// A part of it, or the same of other sizes.
+    /// The same of other sizes, in whose place no center is looked at.
     pub(super) fn with_shape(&self, shape: AttentionShape) -> Self {
         Self { shape, ..*self }
     }
+
+    /// Its part of some KV heads and the query heads that read them.
+    pub(super) fn part(&self, shape: AttentionShape, kv_heads: Range<usize>) -> Self {
+        Self { shape, center: self.center.map(|center| center.of_heads(kv_heads)), ..*self }
+    }
+
+    /// c, where there is one.
+    pub(super) fn key_center(&self) -> Option<View<2>> {
+        self.center?.k
+    }
+
+    /// m, likewise.
+    pub(super) fn value_center(&self) -> Option<View<2>> {
+        self.center?.v
+    }
 }
 
-/// What a kernel is compiled for beside types and tiles.
+/// What a kernel is compiled for besides types and tiles.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Features {
     /// A window that hides keys of some row.
@@ -95,6 +155,8 @@ pub(super) struct Features {
     pub varlen: bool,
     pub soft_cap: bool,
     pub sink: bool,
+    /// Of the cast, a center of keys or of values; of others one of values.
+    pub center: bool,
 }
 
 impl Features {
@@ -109,13 +171,14 @@ impl Features {
     }
 
     /// Every one of them: its macro, what it is called, and whether it is there.
-    pub const fn all(self) -> [(&'static str, &'static str, bool); 4] {
-        let Self { window, varlen, soft_cap, sink } = self;
+    pub const fn all(self) -> [(&'static str, &'static str, bool); 5] {
+        let Self { window, varlen, soft_cap, sink, center } = self;
         [
             ("WINDOW", "a window", window),
             ("VARLEN", "lists of sequences", varlen),
             ("SOFT_CAP", "a soft-cap", soft_cap),
             ("SINK", "sinks", sink),
+            ("CENTER", "centers", center),
         ]
     }
 
@@ -163,8 +226,9 @@ impl DeviceCall {
     pub(super) fn features(&self) -> (bool, Features) {
         let [left, right] = self.window();
         let window = left != NO_WINDOW || !(right == NO_WINDOW || right == 0);
-        let (soft_cap, sink) = (self.soft_cap.is_some(), self.sinks.is_some());
-        (right == 0, Features { window, varlen: self.sequences.is_some(), soft_cap, sink })
+        let (soft_cap, sink, center) =
+            (self.soft_cap.is_some(), self.sinks.is_some(), self.value_center().is_some());
+        (right == 0, Features { window, varlen: self.sequences.is_some(), soft_cap, sink, center })
     }
 }
 
@@ -305,10 +369,31 @@ mod tests {
     #[test]
     fn lists_of_the_host_need_their_copies_on_the_device() {
         let sinks = AttentionCall { sinks: Some(&[0.0; 4]), ..AttentionCall::causal(SIZES) };
-        assert!(sinks.on_device(None, None).unwrap_err().is_argument());
-        let there = sinks.on_device(None, Some(list(Element::F32, 4))).unwrap();
+        assert!(sinks.on_device(None, None, None).unwrap_err().is_argument());
+        let there = sinks.on_device(None, Some(list(Element::F32, 4)), None).unwrap();
         assert!(there.check().is_ok() && there.sinks.is_some());
-        assert!(AttentionCall::causal(SIZES).on_device(Some(sequences(1, 1)), None).unwrap_err().is_argument());
+        assert!(AttentionCall::causal(SIZES).on_device(Some(sequences(1, 1)), None, None).unwrap_err().is_argument());
+    }
+
+    #[test]
+    fn centers_have_rules() {
+        // SAFETY: nothing is launched.
+        let rows = |heads, d| Some(unsafe { View::dense(DevicePtr(1 << 20), Element::F32, [heads, d]) });
+        let message = |call: DeviceCall| call.check().unwrap_err().to_string();
+        let keys = Some(Centers { k: rows(2, 64), v: None });
+        let values = Some(Centers { k: None, v: rows(2, 64) });
+        let call = |center| DeviceCall { center, ..plain() };
+        assert!(call(keys).check().is_ok() && call(values).check().is_ok());
+        assert!(!call(keys).features().1.center && call(values).features().1.center);
+        assert!(message(call(Some(Centers { k: rows(4, 64), v: None }))).contains("center of k has shape"));
+        assert!(message(call(Some(Centers { k: None, v: rows(2, 32) }))).contains("center of v has shape"));
+        let sinks = Some(list(Element::F32, 4));
+        assert!(message(DeviceCall { sinks, ..call(values) }).contains("centers with sinks"));
+        assert!(message(DeviceCall { soft_cap: Some(5.0), ..call(keys) }).contains("soft-cap"));
+        assert!(DeviceCall { soft_cap: Some(5.0), ..call(values) }.check().is_ok(), "m is exact under a soft-cap");
+        let part = call(values).part(AttentionShape { n_q_heads: 2, n_kv_heads: 1, ..SIZES }, 1..2);
+        assert!(part.check().is_ok());
+        assert_eq!(part.value_center().unwrap().ptr().0, (1 << 20) + 4 * 64);
     }
 
     #[test]

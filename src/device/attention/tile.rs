@@ -23,7 +23,7 @@ pub(super) const ROWS: usize = 64;
 pub(super) const TILE_KEYS: usize = 128;
 /// Multiprocessors that [`Split`] reckons with. Not those of the device: results must not depend on them.
 pub(super) const PROCESSORS: usize = 132;
-/// What a work item costs beside its keys, and what a kernel that joins parts costs beside their bytes, in tenths of a microsecond.
+/// What a work item costs besides its keys, and what a kernel that joins parts costs besides their bytes, in tenths of a microsecond.
 pub(super) const ITEM: usize = 15;
 pub(super) const JOIN: usize = 40;
 /// Bytes of parts that are written and read again in a tenth of a microsecond.
@@ -47,7 +47,7 @@ impl Tile {
     /// d = 128 with logits in E4M3, whose registers do not hold the logits of two tiles. Its items cost more than those of
     /// [`Tile::TWO`], and its keys less.
     pub const NARROW: Self = Self { keys: 96, consumers: 3, stages: 3 };
-    /// Values of 256 columns in F16, where registers hold the logits of half a tile beside the output.
+    /// Values of 256 columns in F16, where registers hold the logits of half a tile next to the output.
     pub const HALF: Self = Self { keys: 64, consumers: 2, stages: 4 };
     /// Keys from which [`Tile::NARROW`] is faster.
     const NARROW_FROM: usize = 2048;
@@ -210,7 +210,7 @@ pub(super) struct Partial {
     pub bytes: usize,
 }
 
-/// How the tiles of a call are handed out.
+/// How the tiles of a call are scheduled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// The consumers of a block take different heads of one group at the same rows, and share its keys.

@@ -27,7 +27,7 @@ impl Pv {
     /// Keys from which on a flush costs nearly nothing.
     const SELDOM: usize = 2048;
 
-    /// Registers do not hold a second set of sums beside logits in E4M3 or a soft-cap, nor beside telemetry where three consumers
+    /// Registers do not hold a second set of sums next to logits in E4M3 or a soft-cap, nor beside telemetry where three consumers
     /// share them. Parts of a split call (`tile` is `None`) are short, and always promoted after every tile, as are sums in slices.
     fn of(
         accumulator: PvAccumulator,
@@ -67,7 +67,7 @@ enum Mainloop {
 
 impl Mainloop {
     fn of(dims: HeadDims, tile: Tile, pv: Pv, [telemetry, logits_e4m3]: [bool; 2], features: Features) -> Self {
-        // What the registers of two consumers do not hold beside the logits of two tiles.
+        // What the registers of two consumers do not hold next to the logits of two tiles.
         let more = logits_e4m3 || features.soft_cap || features.windowed() && telemetry;
         match pv {
             _ if tile.consumers == 2 && dims.v <= 128 && !more => Self::Double,
@@ -76,7 +76,7 @@ impl Mainloop {
         }
     }
 
-    /// Whether a thread has no registers for P V of a tile beside O.
+    /// Whether a thread has no registers for P V of a tile next to O.
     fn slices(dims: HeadDims, tile: Tile) -> bool {
         dims.v > 128 || (dims.v > 64 && tile == Tile::THREE)
     }
@@ -134,6 +134,7 @@ pub(super) enum Variant {
         d_head: usize,
         input: u32,
         rope: u32,
+        center: bool,
     },
     Pages {
         d_head: usize,
@@ -181,11 +182,10 @@ impl kernels::Variant for Variant {
                 if features.varlen { request.define("PROCESSORS", PROCESSORS) } else { request }
             }
             Self::Repack { d_v, features } => Self::Cast { d_head: d_v, d_v, input: 0, rope: 0, features }.request(),
-            Self::Append { d_head, input, rope } => Request::new(sources::APPEND, arch)
-                .define("HEAD_DIM", d_head)
-                .define("INPUT", input)
-                .define("ROPE", rope)
-                .define("BLOCK_N", Split::TILE.keys),
+            Self::Append { d_head, input, rope, center } => {
+                let request = Request::new(sources::APPEND, arch).define("HEAD_DIM", d_head).define("INPUT", input);
+                centered(request.define("ROPE", rope).define("BLOCK_N", Split::TILE.keys), center)
+            }
             Self::Pages { d_head, v_rows, telemetry, rolled, features } => features
                 .define(over_pages(sources::PAGED, d_head))
                 .define("BLOCK_N", Split::TILE.keys)
@@ -194,7 +194,7 @@ impl kernels::Variant for Variant {
                 .define("V_ROWS", u8::from(v_rows))
                 .define("TELEMETRY", u8::from(telemetry))
                 .define("MAINLOOP", Mainloop::Double.of_parts(rolled) as u8),
-            Self::CheckTable => Self::Append { d_head: 128, input: 0, rope: 0 }.request(),
+            Self::CheckTable => Self::Append { d_head: 128, input: 0, rope: 0, center: false }.request(),
         }
     }
 
@@ -238,6 +238,10 @@ fn over_pages(source: sources::Source, d_head: usize) -> Request {
     request.define("SPLIT_KV", 1).define("CAUSAL", 1).define("PV", 1)
 }
 
+fn centered(request: Request, center: bool) -> Request {
+    Features { center, ..Features::default() }.define(request)
+}
+
 fn define_dims(request: Request, qk: usize, v: usize, padded: bool) -> Request {
     let mut request = request.define("HEAD_DIM", qk);
     if v != qk {
@@ -253,7 +257,10 @@ impl Variant {
         let (_, Features { varlen, .. }) = call.features();
         let features = Features { window: !varlen && call.first_key() > 0, varlen, ..Features::default() };
         match params::input_number(tensors.q.element()) {
-            Some(input) => Self::Cast { d_head, d_v, input, rope: rope_number(tensors.rope.as_ref()), features },
+            Some(input) => {
+                let features = Features { center: subtracts(call), ..features };
+                Self::Cast { d_head, d_v, input, rope: rope_number(tensors.rope.as_ref()), features }
+            }
             None => Self::Repack { d_v, features },
         }
     }
@@ -279,9 +286,9 @@ impl Variant {
 
     /// What joins the parts of a split call.
     pub(super) fn combine(call: &DeviceCall, tensors: &Tensors) -> Self {
-        let (_, Features { varlen, sink, .. }) = call.features();
+        let (_, Features { varlen, sink, center, .. }) = call.features();
         let (dims, pages) = (call.shape.head_dims(), matches!(tensors.keys, Keys::Pages(_)));
-        let features = Features { varlen, sink, ..Features::default() };
+        let features = Features { varlen, sink, center, ..Features::default() };
         Self::Combine { columns: dims.v, padded: dims.padded, pages, features }
     }
 
@@ -289,7 +296,8 @@ impl Variant {
     pub(super) fn append(call: &DeviceCall, tensors: &Tensors, pages: &Pages) -> Self {
         let of_new = pages.new.map_or(Element::Bf16, |new| new.k.element());
         let input = params::input_number(tensors.q.element()).or(params::input_number(of_new)).unwrap_or(0);
-        Self::Append { d_head: call.shape.d_head, input, rope: rope_number(tensors.rope.as_ref()) }
+        let center = pages.new.is_some() && subtracts(call);
+        Self::Append { d_head: call.shape.d_head, input, rope: rope_number(tensors.rope.as_ref()), center }
     }
 
     /// Its attention.
@@ -298,6 +306,11 @@ impl Variant {
         let (_, features) = call.features();
         Self::Pages { d_head: call.shape.d_head, v_rows, telemetry, rolled, features }
     }
+}
+
+/// Whether the cast of a call subtracts anything.
+fn subtracts(call: &DeviceCall) -> bool {
+    call.key_center().or(call.value_center()).is_some()
 }
 
 /// The number that the casts know a rotation by: none, of halves, of neighbours (`interleaved`).
@@ -312,10 +325,14 @@ pub fn paged_variants() -> Vec<Request> {
         let (none, sink) = (Features::default(), Features { sink: true, ..Features::default() });
         all.extend([none, sink].map(|features| Variant::Combine { columns: d_head, padded: false, pages: true, features }));
         for input in 0..3 {
-            all.extend((0..3).map(|rope| Variant::Append { d_head, input, rope }));
+            all.extend((0..3).map(|rope| Variant::Append { d_head, input, rope, center: input == rope }));
         }
+        all.push(Variant::Append { d_head, input: 0, rope: 0, center: false });
+        let features = Features { center: true, ..Features::default() };
+        all.push(Variant::Combine { columns: d_head, padded: false, pages: true, features });
         for (v_rows, telemetry) in [(false, false), (true, false), (false, true), (true, true)] {
-            for features in [none, Features { window: true, ..none }, sink, Features { window: true, ..sink }] {
+            let center = Features { center: true, ..none };
+            for features in [none, Features { window: true, ..none }, sink, Features { window: true, ..sink }, center] {
                 all.extend([false, true].map(|rolled| Variant::Pages { d_head, v_rows, telemetry, rolled, features }));
             }
         }
@@ -387,11 +404,14 @@ fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4],
     Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, keeps: Keeps::Nothing, features }
 }
 
+const EVERY: Features = Features { window: true, varlen: true, soft_cap: true, sink: true, center: false };
+const CENTER: Features = Features { window: false, varlen: false, soft_cap: false, sink: false, center: true };
+
 /// The forwards in F16 that keep each row's largest P, or what the rounding of the output took.
 fn keeping(dims: HeadDims) -> Vec<Variant> {
     let mut variants = Vec::new();
     for (telemetry, features) in
-        [(false, Features::default()), (true, Features { window: true, varlen: true, soft_cap: true, sink: true })]
+        [(false, Features::default()), (false, CENTER), (true, EVERY), (true, Features { center: true, sink: false, ..EVERY })]
     {
         for tile in Tile::all(dims, false, PvAccumulator::F16) {
             for kept in [Keeps::Fp8Dq, Keeps::UnroundedDelta] {
@@ -407,7 +427,7 @@ fn keeping(dims: HeadDims) -> Vec<Variant> {
 }
 
 /// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room
-/// for one set of logits beside O and the sums of a tile, or every feature is there at once.
+/// for one set of logits next to O and the sums of a tile, or every feature is there at once.
 pub fn spilling_variants() -> Vec<(Request, u32)> {
     let varlen = Features { varlen: true, ..Features::default() };
     let sink = Features { sink: true, ..varlen };
@@ -449,16 +469,21 @@ fn featured(dims: HeadDims) -> Vec<Variant> {
     let window = Features { window: true, ..none };
     let varlen = Features { varlen: true, ..none };
     let soft_cap = Features { soft_cap: true, ..none };
-    let all = Features { window: true, varlen: true, soft_cap: true, sink: true };
     let (fp8, f16) = (PvAccumulator::default(), PvAccumulator::F16);
-    let features = Features { sink: true, ..varlen };
-    let mut variants = vec![Variant::Combine { columns: dims.v, padded: dims.padded, pages: false, features }];
+    let joined = [Features { sink: true, ..varlen }, CENTER, Features { center: true, ..varlen }];
+    let combine = |features| Variant::Combine { columns: dims.v, padded: dims.padded, pages: false, features };
+    let mut variants: Vec<_> = joined.map(combine).into();
     for (features, accumulator, telemetry) in [
         (window, fp8, false),
         (Features { sink: true, ..varlen }, f16, false),
         (soft_cap, fp8, false),
-        (all, fp8, true),
-        (all, f16, false),
+        (EVERY, fp8, true),
+        (EVERY, f16, false),
+        (CENTER, fp8, false),
+        (CENTER, fp8, true),
+        (CENTER, f16, false),
+        (Features { center: true, ..varlen }, f16, false),
+        (Features { center: true, ..window }, fp8, false),
     ] {
         let tiles = Tile::all(dims, false, accumulator).into_iter();
         variants.extend(tiles.map(|tile| whole(dims, tile, accumulator, [true, telemetry, false, false], features)));
@@ -474,7 +499,9 @@ pub fn cast_variants() -> Vec<Request> {
     let mut all = Vec::new();
     for d in [64, 128] {
         for input in 0..3 {
-            all.extend((0..3).map(|rope| Variant::Cast { d_head: d, d_v: d, input, rope, features: none }));
+            for features in [none, CENTER] {
+                all.extend((0..3).map(|rope| Variant::Cast { d_head: d, d_v: d, input, rope, features }));
+            }
         }
     }
     for (d_head, d_v, input, rope) in [(16, 16, 0, 2), (72, 72, 0, 1), (192, 128, 0, 0), (256, 256, 2, 1)] {

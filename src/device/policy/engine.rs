@@ -5,7 +5,7 @@ use super::memory::{MemoryLayout, row_length};
 use super::table::{PolicyLayer, PolicyTable, has_values};
 use crate::bound::{self, BoundKind, HeadBound, LayerBounds, Tail, check_device};
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream, sources};
-use crate::device::scale::ScaleEngine;
+use crate::device::scale::{EstimateEngine, ScaleEngine};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, HeadOffsets, LayerSpec};
 use crate::plan::{OperandDescales, ScalePlan};
@@ -28,6 +28,8 @@ pub enum BoundSource {
     None,
     /// Weights in device memory, one read of them for each [`PolicyEngine::update_bounds`].
     Weights(Box<ScaleEngine>),
+    /// The same with norms from a power iteration: each update is one forward's iterations.
+    Estimates(Box<EstimateEngine>),
     /// The host, by [`PolicyEngine::write_bounds`], or a stream's work at the addresses of [`PolicyEngine::host_bounds`].
     Host,
 }
@@ -43,6 +45,7 @@ pub struct PolicyEngine {
     observe: Kernel,
     restart: Kernel,
     weights: Option<Box<ScaleEngine>>,
+    estimates: Option<Box<EstimateEngine>>,
     host_bounds: Option<(Buffer<HeadBound>, Buffer<f32>)>,
     stats: Buffer<u32>,
     observed: Buffer<u32>,
@@ -109,7 +112,7 @@ impl PolicyEngine {
         let (layout, words) = MemoryLayout::encode(&state.memory, row);
 
         let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
-        let (mut weights, mut host_bounds) = (None, None);
+        let (mut weights, mut estimates, mut host_bounds) = (None, None, None);
         match source {
             BoundSource::None if config.kind().bound().is_some() => {
                 return Err(Error::argument(format_args!("{} plans from bounds, and none were given", config.kind())));
@@ -123,6 +126,13 @@ impl PolicyEngine {
                     .ok_or_else(|| Error::unsupported("the scale engine was made without logit bounds"))?;
                 (table.heads, table.operands) = (bounds.ptr().0, engine.operand_bounds().ptr().0);
                 weights = Some(engine);
+            }
+            BoundSource::Estimates(engine) => {
+                check_device(spec)?;
+                check_heads(engine.heads(), heads)?;
+                let bounds = engine.head_bounds().ok_or_else(|| Error::unsupported("no layer has estimated bounds"))?;
+                (table.heads, table.operands) = (bounds.ptr().0, engine.operand_bounds().ptr().0);
+                estimates = Some(engine);
             }
             BoundSource::Host => {
                 let (bounds, operands) = (device.zeros(all_q)?, device.zeros(3 * all_kv)?);
@@ -151,6 +161,7 @@ impl PolicyEngine {
             restart: observing.kernel("policy_restart")?,
             table: device.upload(&[table])?,
             weights,
+            estimates,
             host_bounds,
             stats,
             observed,
@@ -180,11 +191,20 @@ impl PolicyEngine {
         self.weights.as_deref()
     }
 
-    /// Launches new bounds on `stream`: one read of the weights. Does nothing where bounds do not come from weights.
+    /// The engine that estimates norms, if bounds come from one.
+    pub fn estimates(&self) -> Option<&EstimateEngine> {
+        self.estimates.as_deref()
+    }
+
+    /// Launches new bounds on `stream`: one read of the weights, or the iterations of a forward. Does nothing where bounds do not
+    /// come from weights.
     ///
     /// # Errors
     /// If a launch is refused.
     pub fn update_bounds(&self, stream: &Stream) -> Result<()> {
+        if let Some(engine) = self.estimates() {
+            return engine.plan(stream);
+        }
         self.weights().map_or(Ok(()), |engine| engine.plan(stream))
     }
 

@@ -56,11 +56,11 @@ impl AddressWriter {
         Ok(Self(device.module(sources::ADDRESSES, &[])?.kernel("scale_addresses")?))
     }
 
-    /// Puts words on `stream`, for the launches behind it.
+    /// Puts words on `stream`, for the launches after it.
     ///
     /// # Safety
     /// 1. Every address reaches as many words of device memory as come with it.
-    /// 2. Nothing reads them that is not ordered by `stream`, and launches behind it do not start before it has ended.
+    /// 2. Nothing reads them that is not ordered by `stream`, and launches after it do not start before it has ended.
     pub unsafe fn put(&self, stream: &Stream, writes: impl IntoIterator<Item = (DevicePtr, Vec<u64>)>) -> Result<()> {
         for (mut parameter, runs) in launches(writes) {
             let mut parameters = [(&raw mut parameter).cast()];

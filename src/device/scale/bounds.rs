@@ -9,7 +9,7 @@ use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
 
-/// What the logit bounds need beside the Grams.
+/// What the logit bounds need besides the Grams.
 #[derive(Debug)]
 pub(super) struct Bounds {
     certify: Kernel,
@@ -59,7 +59,7 @@ fn skip_spread(d_model: usize) -> f64 {
     (2.4 / (d_model as f64).sqrt()).min(0.045)
 }
 
-/// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
+/// Squares of a query head, after those of its raw sides: both scaled sides and the Frobenius bound, or the product.
 fn rest(layer: &LayerInput) -> usize {
     if layer.rotary > 0 { 3 } else { 1 }
 }
@@ -168,7 +168,7 @@ impl Bounds {
     }
 
     /// Frobenius norms of every head, to `norms`; or with none there the bound over every relative position, for the heads where it
-    /// is sharper than what [`Bounds::norms`] left: behind these, in front of [`Bounds::finish`]. Without rotation sigma is
+    /// is sharper than what [`Bounds::norms`] left: after these and before [`Bounds::finish`]. Without rotation sigma is
     /// certified as it is, and F is no less.
     pub fn frobenius(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, norms: DevicePtr) -> Result<()> {
         let in_plan = norms == DevicePtr::NULL;

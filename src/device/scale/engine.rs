@@ -4,7 +4,7 @@ use super::grams::GramRoute;
 use super::group::Group;
 use super::host::DeviceWeights;
 use super::partition::Partition;
-use super::results::Results;
+use super::results::{Logits, Results};
 use super::tables::{ChannelStats, LayerInput};
 use crate::bound::{HeadBound, HeadFrobenius};
 use crate::cuda::{Buffer, Device, DevicePtr, Stream};
@@ -25,7 +25,7 @@ pub struct ScaleEngine {
     partition: Partition,
     groups: Vec<Group>,
     results: Results,
-    /// For what a plan runs beside its certificates.
+    /// For what a plan runs besides its certificates.
     side: Stream,
     /// Every layer has logit bounds.
     bounded: bool,
@@ -46,20 +46,32 @@ impl ScaleEngine {
     /// 2. It stays valid, and is not written while a launch of this engine (or a graph of one) runs.
     pub unsafe fn new(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
         // SAFETY: the caller's promises.
-        unsafe { Self::set_up(device, layers, with_grams, false) }
+        unsafe { Self::set_up(device, layers, logits(with_grams), false) }
+    }
+
+    /// The same with room for bounds that are made of estimates: [`ScaleEngine::estimate`].
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`].
+    ///
+    /// # Safety
+    /// As [`ScaleEngine::new`].
+    pub(super) unsafe fn estimated(device: &Device, layers: &[LayerInput]) -> Result<Self> {
+        // SAFETY: the caller's promises.
+        unsafe { Self::set_up(device, layers, Logits::Estimated, false) }
     }
 
     /// # Safety
     /// As [`ScaleEngine::new`], but for a dry run, which reaches no address.
-    unsafe fn set_up(device: &Device, layers: &[LayerInput], with_grams: bool, dry: bool) -> Result<Self> {
+    unsafe fn set_up(device: &Device, layers: &[LayerInput], logits: Logits, dry: bool) -> Result<Self> {
         let partition = Partition::new(layers)?;
         let ((results, groups), bytes) = device.counting(dry, |device| {
-            let results = Results::new(device, &partition.heads, layers, with_grams)?;
+            let results = Results::new(device, &partition.heads, layers, logits)?;
             // SAFETY: the caller's promises, for these layers.
-            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), with_grams) };
+            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), logits) };
             Ok((results, partition.groups().map(group).collect::<Result<Vec<_>>>()?))
         })?;
-        let bounded = with_grams || layers.iter().all(|l| l.qk_norm.is_some());
+        let bounded = logits != Logits::Unbounded || layers.iter().all(|l| l.qk_norm.is_some());
         Ok(Self { partition, groups, results, side: device.urgent_stream()?, bounded, bytes, weights: None })
     }
 
@@ -78,9 +90,14 @@ impl ScaleEngine {
     pub fn over(device: &Device, weights: &Arc<DeviceWeights>, with_grams: bool) -> Result<Self> {
         // SAFETY: 1. every range was checked against the memory that `weights` owns; 2. the engine holds it, and nothing
         // here writes it.
-        let mut engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
-        engine.weights = Some(weights.clone());
-        Ok(engine)
+        let engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
+        Ok(engine.keeping(weights))
+    }
+
+    /// Keeps these weights alive with the engine.
+    pub(super) fn keeping(mut self, weights: &Arc<DeviceWeights>) -> Self {
+        self.weights = Some(weights.clone());
+        self
     }
 
     /// The weights that the engine keeps alive.
@@ -99,6 +116,16 @@ impl ScaleEngine {
     /// Number of kinds of layers. Each kind has its own launches.
     pub fn kinds(&self) -> usize {
         self.groups.len()
+    }
+
+    /// Puts bounds of logits on `stream`, behind the operand descales: see [`Group::estimate`].
+    pub(super) fn estimate(
+        &self,
+        stream: &Stream,
+        estimates: (DevicePtr, bool),
+        cover: &dyn Fn(usize) -> Result<f64>,
+    ) -> Result<()> {
+        self.groups.iter().try_for_each(|group| group.estimate(stream, &self.results, estimates, cover))
     }
 
     /// Puts the operand descales of every layer on `stream`: one read of W_Q, W_K and W_V.
@@ -184,7 +211,7 @@ impl ScaleEngine {
     /// As [`ScaleEngine::new`], but for memory.
     pub fn workspace_bytes_for(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<usize> {
         // SAFETY: a dry run.
-        Ok(unsafe { Self::set_up(device, layers, with_grams, true)? }.bytes)
+        Ok(unsafe { Self::set_up(device, layers, logits(with_grams), true)? }.bytes)
     }
 
     /// The same engine with logit descales bound / (eta 448); 0.8 unless this is called.
@@ -267,4 +294,8 @@ impl ScaleEngine {
         let (group, place) = self.partition.place(layer).ok_or_else(missing)?;
         Ok((&self.groups[group], place))
     }
+}
+
+fn logits(with_grams: bool) -> Logits {
+    if with_grams { Logits::Certified } else { Logits::Unbounded }
 }

@@ -55,7 +55,7 @@ pub(super) struct Grams {
     pub depth: usize,
 }
 
-/// What the passes on tensor cores read and leave beside the Grams.
+/// What the passes on tensor cores read and leave besides the Grams.
 #[derive(Debug)]
 struct Pass {
     gain_kernel: Kernel,

@@ -5,11 +5,12 @@ use super::grams::{GramRoute, Grams};
 use super::layout::{self, Tables};
 use super::norms::Norms;
 use super::qk_norm::QkNorm;
-use super::results::Results;
+use super::results::{Logits, Results};
 use super::tables::{self, ChannelStats, LayerInput, Place};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
+use crate::plan::DEFAULT_ETA;
 
 /// Everything that the scales of one kind of layers need, set up.
 #[derive(Debug)]
@@ -23,6 +24,7 @@ pub(super) struct Group {
     norms: Norms,
     descales: Kernel,
     certified: Option<Certified>,
+    estimated: Option<Estimated>,
     qk_norm: Option<QkNorm>,
     /// Kernels may start before the one before them has ended, and wait for it (PDL).
     pdl: bool,
@@ -35,27 +37,42 @@ struct Certified {
     bounds: Bounds,
 }
 
+/// What makes bounds of estimates.
+#[derive(Debug)]
+struct Estimated {
+    kernel: Kernel,
+    growth: Buffer<tables::Growth>,
+    eta: f64,
+}
+
 impl Group {
     /// # Safety
     /// As [`ScaleEngine::new`](super::ScaleEngine::new).
-    pub unsafe fn new(device: &Device, picked: (Vec<LayerInput>, Vec<Place>), with_grams: bool) -> Result<Self> {
+    pub unsafe fn new(device: &Device, picked: (Vec<LayerInput>, Vec<Place>), logits: Logits) -> Result<Self> {
         let (layers, places) = picked;
         let built = Tables::new(&layers, &places);
         let normalised = layers[0].qk_norm.is_some();
-        let certified = match with_grams && !normalised {
-            true => {
+        let (mut certified, mut estimated) = (None, None);
+        match logits {
+            Logits::Certified if !normalised => {
                 let grams = Grams::new(device, &layers, &built)?;
                 let bounds = Bounds::new(device, &layers, &places, &grams)?;
-                Some(Certified { grams, bounds })
+                certified = Some(Certified { grams, bounds });
             }
-            false => None,
-        };
+            Logits::Estimated if !normalised => {
+                let kernel = device.module(sources::ESTIMATED_BOUNDS, &[])?.kernel("scale_estimated_bounds")?;
+                let growth = layers.iter().zip(&places).map(|(l, place)| l.growth(place)).collect::<Vec<_>>();
+                estimated = Some(Estimated { kernel, growth: device.upload(&growth)?, eta: DEFAULT_ETA });
+            }
+            _ => {}
+        }
         Ok(Self {
             stats: device.zeros(built.rows)?,
             layer_table: device.upload(&built.layers)?,
             norms: Norms::new(device, &layers, &built)?,
             descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_operand_descales")?,
             certified,
+            estimated,
             qk_norm: if normalised { Some(QkNorm::new(device, &layers, &places)?) } else { None },
             // Without projections to read there is no kernel before the descales, but a fill.
             pdl: device.arch().compute >= 90 && !built.projections.is_empty(),
@@ -89,6 +106,37 @@ impl Group {
         self.operand_descales(stream, results, self.pdl, 1024)
     }
 
+    /// Bounds of logits from `estimates`, `[layer][query head]` or with `summed` `[layer]`, behind [`Group::descales`]. `cover`: what
+    /// sigma is multiplied by for heads of so many channels.
+    pub fn estimate(
+        &self,
+        stream: &Stream,
+        results: &Results,
+        (estimates, summed): (DevicePtr, bool),
+        cover: &dyn Fn(usize) -> Result<f64>,
+    ) -> Result<()> {
+        let (Some(estimated), Some(bounds)) = (&self.estimated, &results.bounds) else { return Ok(()) };
+        let (count, first) = (self.layers.len(), &self.layers[0]);
+        // An estimate does not know of rotation, so nothing covers it there.
+        let factor = if summed || first.rotary > 0 { 1.0 } else { cover(first.d_head)? };
+        let args = [
+            Arg::Ptr(self.layer_table.ptr()),
+            Arg::Ptr(estimated.growth.ptr()),
+            Arg::U32(count as u32),
+            Arg::U32(summed.into()),
+            Arg::F64(factor),
+            Arg::F64(estimated.eta),
+            Arg::Ptr(self.stats.ptr()),
+            Arg::Ptr(estimates),
+            Arg::Ptr(bounds.ptr()),
+            Arg::Ptr(results.status.ptr()),
+        ];
+        let launch = Launch::linear((count * first.n_q).div_ceil(4), 128, 0);
+        // SAFETY: 1. the arguments are the kernel's; 2. all are buffers of this engine and of the one that estimates, for these
+        // layers; 3. a warp writes its own head's bound, and what it reads was written by launches in front of it.
+        unsafe { estimated.kernel.launch(stream, launch, &args) }
+    }
+
     /// From the channel statistics. `pdl`: a kernel that leaves some of these is the last on the stream.
     fn operand_descales(&self, stream: &Stream, results: &Results, pdl: bool, threads: u32) -> Result<()> {
         let args = [
@@ -113,7 +161,7 @@ impl Group {
         grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
     }
 
-    /// Operand descales and logit bounds. `side`: for what runs beside the certificates. `clear`: the status has to be cleared
+    /// Operand descales and logit bounds. `side`: for what runs concurrently with the certificates. `clear`: the status has to be cleared
     /// first. `early`: as of [`Group::descales`], for layers without Grams.
     pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool, early: bool) -> Result<()> {
         let Some(Certified { grams, bounds }) = &self.certified else {
@@ -126,7 +174,7 @@ impl Group {
             self.norms.every(stream, [projections, stats], None, false)?;
         }
         grams.part_stats(stream, projections, stats)?;
-        // V and the descales beside the certificates: the one waits for memory, the others for tensor cores.
+        // V and the descales concurrently with the certificates: the one waits for memory, the others for tensor cores.
         side.wait_for(stream)?;
         let values = grams.has_stats && self.norms.values(side, projections, stats)?;
         // Blocks small enough for the room that certificates leave.
@@ -147,6 +195,9 @@ impl Group {
 
     /// What logit descales are made with.
     pub fn set_eta(&mut self, eta: f64) {
+        if let Some(estimated) = &mut self.estimated {
+            estimated.eta = eta;
+        }
         if let Some(certified) = &mut self.certified {
             certified.bounds.eta = eta;
         }

@@ -90,7 +90,7 @@ impl MlaInput {
     ) -> Result<Self> {
         let names = layout.layer(layer)?;
         let (Some(mla), Some(latents), Some(norm)) = (own.mla, &names.mla, &names.norm) else {
-            return Err(Error::unsupported("the layer has no latent attention (MLA) behind a norm"));
+            return Err(Error::unsupported("the layer has no latent attention (MLA) after a norm"));
         };
         if spec.fp8_inputs {
             return Err(on_cpu("weights stored in FP8"));

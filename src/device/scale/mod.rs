@@ -10,6 +10,8 @@
 //! [`ShapeEngine`] is the same for weights that move, such as those that FSDP gathers anew for each forward: it is set up for the
 //! shapes of layers, and each launch brings the addresses as a kernel parameter.
 //!
+//! [`EstimateEngine`] has the same results with norms from the paper's power iteration, as a baseline and a comparison.
+//!
 //! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + share A) / 448`; and
 //! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
 //! between calls: the same weights give the same bits.
@@ -17,6 +19,7 @@
 mod addresses;
 mod bounds;
 mod engine;
+mod estimates;
 mod grams;
 mod group;
 mod host;
@@ -34,6 +37,7 @@ mod storage;
 mod tables;
 
 pub use engine::ScaleEngine;
+pub use estimates::EstimateEngine;
 pub use grams::GramRoute;
 pub use host::DeviceWeights;
 pub use mla::{DeviceTensor, MlaEngine, MlaInput};

@@ -10,7 +10,7 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(super) struct Norms {
     every: (Kernel, Launch),
-    /// Of V alone, beside kernels that read no weights.
+    /// Of V alone, concurrently with kernels that read no weights.
     values: (Kernel, Launch),
     /// Heads of every projection, those of V last.
     heads: Buffer<HeadPlace>,
@@ -44,7 +44,7 @@ pub(super) struct Form {
     pub turns: bool,
     pub f16: bool,
     pub vectors: Dtype,
-    /// One block per multiprocessor, beside other kernels.
+    /// One block per multiprocessor, concurrently with other kernels.
     pub beside: bool,
 }
 

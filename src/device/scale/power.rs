@@ -5,7 +5,7 @@
 //! the norm are in it, unless it is raw. `kernels/scale/power.cu` says how.
 
 use super::host::DeviceWeights;
-use super::layout::Tables;
+use super::layout::{self, Tables};
 use super::partition::Partition;
 use super::storage::Storage;
 use super::tables::{LayerInput, NO_ROW, Place, PowerLayer, Projection};
@@ -100,6 +100,18 @@ impl<const SUMMED: bool> PowerIteration<SUMMED> {
             scales: device.zeros(estimates)?,
             weights: None,
         })
+    }
+
+    /// Where the tables hold what depends on the addresses of these layers, and what that is. They are as those that the iteration
+    /// was made with, but for addresses.
+    pub(super) fn places(&self, layers: &[LayerInput]) -> Result<Vec<(DevicePtr, Vec<u64>)>> {
+        let partition = Partition::of_power(layers)?;
+        let of = |(kind, members): (&Kind, &[usize])| {
+            let layers = partition.pick(layers, members).0;
+            let row = |(index, at)| (kind.projections.at(index), bytemuck::cast::<_, [u64; 4]>(at).to_vec());
+            layout::places(&layers).enumerate().map(row).collect::<Vec<_>>()
+        };
+        Ok(self.kinds.iter().zip(partition.groups()).flat_map(of).collect())
     }
 
     /// The weights that are kept alive with it.

@@ -6,6 +6,17 @@ use crate::cuda::{Buffer, Device};
 use crate::error::Result;
 use crate::model::HeadOffsets;
 
+/// Where bounds of logits come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Logits {
+    /// There are none.
+    Unbounded,
+    /// Certified norms.
+    Certified,
+    /// Estimates that another engine leaves in device memory.
+    Estimated,
+}
+
 /// What the launches of every kind of layer write.
 #[derive(Debug)]
 pub(super) struct Results {
@@ -23,15 +34,15 @@ pub(super) struct Results {
 }
 
 impl Results {
-    pub fn new(device: &Device, heads: &HeadOffsets, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
+    pub fn new(device: &Device, heads: &HeadOffsets, layers: &[LayerInput], logits: Logits) -> Result<Self> {
         // A layer with normalised q and k has logit bounds always, and Grams never.
         let normalised: Vec<bool> = layers.iter().map(|l| l.qk_norm.is_some()).collect();
-        let has_bounds = with_grams || normalised.contains(&true);
+        let has_bounds = logits != Logits::Unbounded || normalised.contains(&true);
         let unset = |(l, &none): (&LayerInput, &bool)| {
             let value = if none { f32::NAN } else { 0.0 };
             std::iter::repeat_n(HeadFrobenius { norm: value, bound: value }, l.n_q)
         };
-        let frobenius: Vec<HeadFrobenius> = match with_grams && normalised.contains(&false) {
+        let frobenius: Vec<HeadFrobenius> = match logits == Logits::Certified && normalised.contains(&false) {
             true => layers.iter().zip(&normalised).flat_map(unset).collect(),
             false => vec![],
         };

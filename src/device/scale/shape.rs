@@ -84,7 +84,7 @@ impl ShapeEngine {
             return Err(Error::argument(OTHER_SHAPE));
         }
         stream.bind()?;
-        // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the first launch behind this
+        // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the first launch after this
         // one, of any group and route, waits for its end: a plain one starts then, `scale_norms` waits before it reads a table.
         unsafe { self.writer.put(stream, self.engine.places(layers)?) }
     }

@@ -96,7 +96,7 @@ pub struct LayerInput {
     pub rope_factor: f32,
     /// Softmax scale tau.
     pub softmax_scale: f64,
-    /// Largest factor on q behind rotation and norms, where one grows with the position; 1 without. It is in the operand bound
+    /// Largest factor on q after rotation and norms, where one grows with the position; 1 without. It is in the operand bound
     /// of q, which is cast with it, and in the logit bounds, in no norm of W_Q.
     pub query_factor: f64,
     /// Shares of the rounding term A in operand bounds B + share A, see
@@ -413,7 +413,7 @@ pub(super) struct Product {
 }
 const _: () = assert!(size_of::<Product>() == 16);
 
-/// Norms of these layers remove the mean or add a shift: channels have sums beside their norms.
+/// Norms of these layers remove the mean or add a shift: channels have sums next to their norms.
 pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
     layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL)
 }

@@ -39,9 +39,11 @@ impl LayerStream {
     /// # Errors
     /// As [`AttentionSpec::from_config_json`]; `is_format` if a name is a bias that the config rules out.
     pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
+        let config = Config::parse(config, file)?;
+        config.check_stored(file)?;
         let mut checkpoint = Checkpoint {
             path: file.to_owned(),
-            config: Config::parse(config, file)?,
+            config,
             shards: vec![],
             tensors: HashMap::new(),
         };
@@ -227,6 +229,9 @@ impl LayerStream {
         if self.readers[rest].iter().all(|layer| self.layers[*layer].read) || self.checkpoint.has_tensor(name) {
             return broken(format_args!("was already passed: create a new stream for new weights"));
         }
+        if dtype == Dtype::F8_E4M3 && self.checkpoint.config.stored.mixed {
+            self.checkpoint.config.spec.fp8_inputs = true;
+        }
         if dtype == Dtype::F8_E4M3 && !self.spec().fp8_inputs {
             return broken(format_args!("is E4M3, but the config has no FP8 `quantization_config`"));
         }
@@ -259,6 +264,11 @@ impl LayerStream {
     pub fn wants(&self, name: &str) -> bool {
         let rests = || self.checkpoint.config.prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix));
         rests().any(|rest| self.readers.contains_key(rest) || self.bias_of(rest).is_some())
+    }
+
+    /// Whether a name holds that of a tensor which a layer reads, without its last part: under another prefix, or as a part of it.
+    pub fn resembles(&self, name: &str) -> bool {
+        self.readers.keys().any(|own| own.rsplit_once('.').is_some_and(|(stem, _)| name.contains(stem)))
     }
 
     fn is_complete(&self, layer: &Layer) -> bool {

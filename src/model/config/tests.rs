@@ -696,33 +696,59 @@ fn a_share_under_a_key_that_a_release_leaves_unread_has_both_readings() {
     assert!(small.contains("`rotary_dim`"), "{small}");
 }
 
+/// Layers of Laguna differ in query heads and in the rotated share of a head.
+#[test]
+fn query_heads_and_rotated_shares_may_differ_by_layer() {
+    let laguna = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"laguna","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":16,"max_position_embeddings":512,
+                "layer_types":["full_attention","sliding_attention"]{extra}}}"#
+        ))
+    };
+    let own = laguna(r#","num_attention_heads_per_layer":[16,24]"#).unwrap();
+    let of = |layer: usize| {
+        let own = &own.layers[layer];
+        (own.n_q_heads, own.n_kv_heads, own.d_head, own.rope.as_ref().unwrap().rotary_dim, own.window)
+    };
+    assert_eq!((of(0), of(1)), ((16, 8, 128, 64, None), (24, 8, 128, 128, Some(512))));
+    let base = |layer: usize| own.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[1];
+    assert!((base(0) - 500_000f64.powf(-1.0 / 32.0)).abs() < 1e-12 && (base(1) - 10_000f64.powf(-1.0 / 64.0)).abs() < 1e-12);
+    assert_eq!(laguna("").unwrap().layers[1].n_q_heads, 16);
+    let error = laguna(r#","num_attention_heads_per_layer":[16,20]"#).unwrap_err().to_string();
+    assert!(error.contains("20 query heads"), "{error}");
+}
+
 #[test]
 fn every_description_of_the_stored_weights_is_read() {
     let compressed = r#""quant_method":"compressed-tensors","format":"float-quantized""#;
     let turned = format!(r#"{{{compressed},"transform_config":{{"config_groups":{{"u":{{"type":"hadamard"}}}}}}}}"#);
     let plain = format!("{{{compressed}}}");
+    let parsed = |text: &str| Config::parse(text.as_bytes(), Path::new("config.json")).unwrap();
     let wrapped = |outer: &str, inner: &str| {
-        spec(&format!(
+        parsed(&format!(
             r#"{{"model_type":"mistral3"{outer},"text_config":{{"model_type":"mistral","hidden_size":256,
                 "num_hidden_layers":1,"num_attention_heads":8{inner}}}}}"#
         ))
     };
     let outer = format!(r#","quantization_config":{plain}"#);
-    assert!(wrapped(&outer, &outer).unwrap().fp8_inputs && wrapped("", &outer).unwrap().fp8_inputs);
+    assert!(wrapped(&outer, &outer).spec.fp8_inputs && wrapped("", &outer).spec.fp8_inputs);
+    // What has no bound as weights still has a config.
     let hidden = |text: String| {
-        let error = wrapped(&outer, &text).unwrap_err();
+        let error = wrapped(&outer, &text).check_stored(Path::new("folder")).unwrap_err();
         assert!(error.is_unsupported(), "{error}");
         error.to_string()
     };
+    assert!(wrapped(&outer, &outer).check_stored(Path::new("folder")).is_ok());
     assert!(hidden(format!(r#","quantization_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(format!(r#","compression_config":{turned}"#)).contains("transform_config"));
-    assert!(hidden(r#","quantization_config":{"quant_method":"gptq"}"#.to_owned()).contains("gptq"));
-    assert!(
-        hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned())
-            .contains("contradicts another description")
-    );
-    let top = llama(&format!(r#","compression_config":{turned}"#)).unwrap_err().to_string();
-    assert!(top.contains("transform_config"), "{top}");
+    for other in [r#"{"quant_method":"gptq"}"#, r#"{"quant_method":"fp8"}"#] {
+        assert!(hidden(format!(r#","quantization_config":{other}"#)).contains("contradicts another description"));
+    }
+    assert!(hidden(r#","quantization_config":{"quant_method":"hqq"}"#.to_owned()).contains("hqq"));
+    let top = parsed(&format!(
+        r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":8,"compression_config":{turned}}}"#
+    ));
+    assert!(top.check_stored(Path::new("folder")).unwrap_err().to_string().contains("transform_config"));
 }
 
 /// KV heads and channels of 24 heads in 1536 channels where the config leaves them out, as transformers 5.23 has them.
@@ -753,6 +779,7 @@ fn absent_sizes_are_those_of_the_reference() {
         ("hyperclovax", 24, 64),
         ("jais2", 24, 64),
         ("jamba", 8, 64),
+        ("laguna", 8, 128),
         ("lfm2", 8, 64),
         ("llama", 24, 64),
         ("llama4_text", 8, 128),

@@ -157,13 +157,13 @@ pub(super) static FAMILIES: &[Family] = &[
         },
         norm: InputNorm { kind: NormKind::None, gain: GainForm::Unit, shift: false },
         norm_tensor: NormTensor::None,
-        // A config without a base has no rotation; what holds under any rotation holds then too.
+        // A config without a base has no rotation.
         rope: RopeRule::Rotary {
             layout: RopeLayout::HalfSplit,
             theta_keys: &[],
             theta: None,
             share: RotaryShare::Whole,
-            layers: RopeLayers::Same,
+            layers: RopeLayers::Perhaps,
             longrope_names: &[],
         },
         qk_norm: Some(JOINT_RMS),

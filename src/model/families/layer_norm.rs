@@ -148,9 +148,15 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
         norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
         rms_key: Some("rms_norm_eps"),
-        // Full layers are rotated where they are dense and `prefix_dense_sliding_window_pattern` is 1. What holds under
-        // any rotation holds without one.
-        rope: interleaved(10_000.0, RotaryShare::Whole),
+        // Full layers are rotated where they are dense and `prefix_dense_sliding_window_pattern` is 1.
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::Interleaved,
+            theta_keys: &[],
+            theta: Some(10_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Perhaps,
+            longrope_names: &[],
+        },
         window: all_but_every(4096, PATTERN, 4),
         ..LLAMA
     },

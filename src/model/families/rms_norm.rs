@@ -483,6 +483,29 @@ pub(super) static FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
+        name: "laguna",
+        model_types: &["laguna"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Queries("num_attention_heads_per_layer"),
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(Some(128)))
+        },
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &[],
+            theta: Some(500_000.0),
+            share: RotaryShare::Part(&[], 1.0),
+            layers: RopeLayers::ByType { pattern: Pattern { keys: &[], every: 1, first: false }, local_theta: None },
+            longrope_names: &[],
+        },
+        rope_default: Some(
+            r#"{"full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}"#,
+        ),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        window: Some(WindowRule { absent: Some(512), switch: None, layers: WindowLayers::Types }),
+        ..LLAMA
+    },
+    Family {
         name: "hy_v3",
         model_types: &["hy_v3"],
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),

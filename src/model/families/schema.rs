@@ -96,6 +96,8 @@ pub(crate) struct Sizes {
 pub(crate) enum LayerHeads {
     /// Every layer has those of the sizes.
     Uniform,
+    /// Laguna: the query heads of each layer in a list, where there is one.
+    Queries(&'static str),
     /// OpenELM: two lists with a number for each layer.
     Lists { q: &'static str, kv: &'static str },
     /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
@@ -190,6 +192,9 @@ pub(crate) enum RotaryShare {
 pub(crate) enum RopeLayers {
     /// Not at all.
     Same,
+    /// Every layer may have it or none, by what a config does not tell: the attention factor counts as at least 1, that of a layer
+    /// without rotation.
+    Perhaps,
     /// Full and sliding layers have their own parameters. `pattern`: which layers are full when `layer_types` is absent.
     /// Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer: the
     /// largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the

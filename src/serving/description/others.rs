@@ -20,7 +20,7 @@ pub(crate) static TRTLLM: Description = Description {
 };
 
 const OTHER_FAMILY: &str = "mistral.rs reads attention scales of Qwen3.5 models only";
-/// `kv_scale` alone stands for all.
+/// `kv_scale` alone sets all.
 const RENAMES: &[Rename] = &[rename(r"\.kv_scale$", ".k_scale")];
 
 pub(crate) static MISTRALRS: Description = Description {

@@ -76,9 +76,9 @@ impl Eq for Names {}
 pub(crate) struct Rename {
     /// A regular expression, found anywhere in a name.
     pub from: &'static str,
-    /// What stands in its place.
+    /// What replaces it.
     pub to: &'static str,
-    /// Not where this stands in front of it.
+    /// Not where this precedes it.
     pub not_behind: &'static str,
     /// Only for these methods; empty: for all.
     pub methods: &'static [&'static str],

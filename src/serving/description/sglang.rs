@@ -10,7 +10,7 @@ const RENAMES: &[Rename] = &[
     rename(r"\.([kv])_scale$", ".attn.${1}_scale"),
     rename(r"\.([kv])_proj\.output_scale$", ".attn.${1}_scale"),
 ];
-/// Qwen3.5: the attention hangs on the layer.
+/// Qwen3.5: the attention is an attribute of the layer.
 const QWEN3_5: &[Rename] = &[
     rename(r"\.self_attn\.k_proj\.k_scale$", ".attn.k_scale"),
     rename(r"\.self_attn\.v_proj\.v_scale$", ".attn.v_scale"),

@@ -126,6 +126,7 @@ pub(crate) static DESCRIPTION: Description = Description {
                 "hy_v3",
                 "hyperclovax",
                 "jais2",
+                "laguna",
                 "llama4_text",
                 "mellum",
                 "minimax_m2",

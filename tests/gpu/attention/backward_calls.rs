@@ -244,7 +244,7 @@ impl Memory {
         let d_sinks = call.sinks.map(|_| of_heads(vec![f32::NAN; n_q_heads]));
         let (lists, sequences) = call.sequences.map(|list| Sequences::upload(device, list).unwrap()).unzip();
         let lists = lists.into_iter().flatten().collect();
-        let on_device = call.on_device(sequences, sinks).unwrap();
+        let on_device = call.on_device(sequences, sinks, None).unwrap();
         // For engines that take it.
         let took = planted(&|at| (forward.out[at] - bf16::from_f32(forward.out[at] as f32).to_f64()) as f32);
         let residual = half(&bf16_bytes(&took), n_q_heads, len_q, d_v);

@@ -428,7 +428,7 @@ fn counts_stay_at_their_largest() {
 
 /// A call without lists.
 fn on_device(call: &AttentionCall) -> DeviceCall {
-    call.on_device(None, None).unwrap()
+    call.on_device(None, None, None).unwrap()
 }
 
 /// Keys and values of a call on rows.

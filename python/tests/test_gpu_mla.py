@@ -44,7 +44,7 @@ def test_latent_attention_is_planned_on_the_device(name, dtype):
     expected = fp8.attach(model).descales
     model = model.cuda()
     runtime = fp8.attach(model)
-    assert isinstance(runtime._engine._engine, _engine._DeviceLatent)
+    assert isinstance(runtime._engine._engine, _engine._DeviceMla)
     ratio = (runtime.descales.cpu() / expected).flatten()
     assert (ratio >= 1 - 2e-7).all() and (ratio <= 1 + 2e-5).all(), (ratio.min(), ratio.max())
     # No weight leaves the device, and a graph follows them.
@@ -70,7 +70,7 @@ def test_latent_attention_is_planned_on_the_device(name, dtype):
     # Bounds of logits are the host's.
     with torch.no_grad():
         model.model.layers[0].self_attn.kv_b_proj.weight[0, 0] = 0.0
-    assert isinstance(fp8.attach(model, bound="worst-case")._engine._engine, _host.LatentEngine)
+    assert isinstance(fp8.attach(model, bound="worst-case")._engine._engine, _host.MlaEngine)
 
 
 @pytest.mark.usefixtures("alone")
@@ -91,4 +91,4 @@ def test_sharded_latent_attention_is_planned_on_the_device():
                 x.mul_(1.25), y.mul_(1.25)
         expected.refresh(), runtime.refresh()
     assert len(runtime._shape_engines) == 1
-    assert isinstance(runtime._shape_engines[0]._engine, _engine._DeviceLatent)
+    assert isinstance(runtime._shape_engines[0]._engine, _engine._DeviceMla)

@@ -1,109 +1,22 @@
 //! The audit never says safe where a decision was not seen: one test for each kind of input that decides, in the library and in
 //! the command.
 
-#[path = "../../tests/common/mod.rs"]
+#[path = "../../../tests/common/mod.rs"]
 mod common;
+mod forged;
+mod model;
+mod readers;
+#[path = "../run/mod.rs"]
 mod run;
 
 use common::cases::{Case, cases, draw, grouped, merge};
-use common::fixtures::{Tensors, write_checkpoint};
+use model::{Model, NAMES, audit, compressed, copy, entry, scheme};
 use run::{failure, sigmascale, text};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use sigmascale::model::Checkpoint;
-use sigmascale::serving::{Audit, AuditEntry, Engine, Outcome, ScaleVerdict, Serving, SkipLayers, verify};
-use std::path::Path;
+use sigmascale::serving::{Engine, KvFormat, Outcome, ScaleVerdict, Serving, SkipLayers, verify};
 use tempfile::TempDir;
-
-fn scheme(strategy: &str) -> Value {
-    json!({"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": true, "dynamic": false})
-}
-
-fn compressed() -> Value {
-    json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme("tensor")})
-}
-
-/// A checkpoint in F32 that may be changed before it is written.
-struct Model {
-    case: Case,
-    tensors: Tensors,
-}
-
-impl Model {
-    fn new(case: Case) -> Self {
-        let tensors = draw(&case, 5);
-        Self { case: Case { dtype: Dtype::F32, shards: 1, ..case }, tensors }
-    }
-
-    fn llama() -> Self {
-        Self::new(grouped("llama", "llama", json!({"quantization_config": compressed()})))
-    }
-
-    fn named(name: &str, extra: Value) -> Self {
-        let case = cases().into_iter().find(|case| case.name == name).unwrap();
-        Self::new(Case { config: merge(case.config.clone(), extra), ..case })
-    }
-
-    fn set(&mut self, name: impl Into<String>, value: f64) {
-        self.tensors.0.insert(name.into(), (vec![], vec![value]));
-    }
-
-    fn scale(&mut self, layer: usize, rest: &str, value: f64) {
-        self.set(format!("{}layers.{layer}.self_attn.{rest}", self.case.prefix), value);
-    }
-
-    fn add(&mut self, name: impl Into<String>, shape: &[usize], value: f64) {
-        self.tensors.0.insert(name.into(), (shape.to_vec(), vec![value; shape.iter().product()]));
-    }
-
-    fn folder(&self) -> TempDir {
-        let folder = tempfile::tempdir().unwrap();
-        write_checkpoint(folder.path(), &self.case.config, &self.tensors, self.case.dtype, 1);
-        folder
-    }
-
-    fn audit(&self, engine: Engine) -> Audit {
-        self.audit_with(engine, &Serving::default())
-    }
-
-    fn audit_with(&self, engine: Engine, serving: &Serving) -> Audit {
-        audit(self.folder().path(), engine, serving)
-    }
-
-    /// Scales that cover q, k and v of every layer, under these names.
-    fn cover(&mut self, engine: Engine, names: [&str; 3]) {
-        let bare =
-            Self { case: Case { config: self.case.config.clone(), ..copy(&self.case) }, tensors: self.tensors.clone() };
-        for layer in bare.audit(engine).layers {
-            for (name, row) in names.into_iter().zip([&layer.q, &layer.k, &layer.v]) {
-                let least = row[0].needed.unwrap();
-                // BF16 values, so that no loader rounds them down.
-                let value = f32::from_bits((least.to_bits() + 0xffff) & 0xffff_0000);
-                self.scale(layer.layer, name, f64::from(value));
-            }
-        }
-    }
-}
-
-fn copy(case: &Case) -> Case {
-    Case { config: case.config.clone(), attention: case.attention.clone(), ..*case }
-}
-
-fn audit(folder: &Path, engine: Engine, serving: &Serving) -> Audit {
-    let checkpoint = Checkpoint::open(folder).unwrap();
-    verify(&checkpoint, &[engine], serving, &mut || Ok(())).unwrap().remove(0)
-}
-
-fn entry(audit: &Audit, layer: usize, operand: char) -> &AuditEntry {
-    let layer = audit.layers.iter().find(|own| own.layer == layer).unwrap();
-    match operand {
-        'q' => &layer.q[0],
-        'k' => &layer.k[0],
-        _ => &layer.v[0],
-    }
-}
-
-const NAMES: [&str; 3] = ["q_scale", "k_scale", "v_scale"];
 
 #[test]
 fn what_covers_is_safe() {
@@ -158,7 +71,7 @@ fn a_shared_cache_has_one_scale() {
         assert!(entry(&audit, own, operand).why.contains(&format!("layer {source}")));
     }
     // Of two only one in the model's type.
-    let serving = Serving { context: None, skip: SkipLayers::parse([own.to_string()]).unwrap() };
+    let serving = Serving { skip: SkipLayers::parse([own.to_string()]).unwrap(), ..Serving::default() };
     let audit = model.audit_with(Engine::Vllm, &serving);
     assert_eq!(entry(&audit, own, 'k').verdict, ScaleVerdict::Mismatch);
 }
@@ -511,7 +424,7 @@ fn layers_can_be_kept_out_of_the_cache() {
         model.tensors.0.remove(&format!("model.layers.1.self_attn.{name}"));
     }
     assert!(!model.audit(Engine::Vllm).safe);
-    let skip = |words: &[&str]| Serving { context: None, skip: SkipLayers::parse(words).unwrap() };
+    let skip = |words: &[&str]| Serving { skip: SkipLayers::parse(words).unwrap(), ..Serving::default() };
     let audit = model.audit_with(Engine::Vllm, &skip(&["1"]));
     assert!(audit.safe && entry(&audit, 1, 'k').scale.is_nan(), "{audit:?}");
     assert!(!model.audit_with(Engine::Vllm, &skip(&["2"])).safe);
@@ -579,7 +492,7 @@ fn what_nobody_stored_is_not_called_unsafe() {
     let folder = model.folder();
     let output = sigmascale(&["verify", text(folder.path())]);
     let said = String::from_utf8(output.stdout).unwrap();
-    let last = said.trim_end().lines().last().unwrap();
+    let (_, last) = said.rsplit_once("\n\n").unwrap();
     assert!(output.status.code() == Some(1) && last.starts_with("vLLM: not proven safe at 1.0"), "{said}");
     // The worst row is the first.
     let first = said.lines().find(|line| line.contains("missing")).unwrap();
@@ -625,4 +538,125 @@ fn no_scale_is_exactly_one() {
         let stored = layer.stored(Operand::K, false).unwrap()[0].get();
         assert!(stored >= value && stored != 1.0 && half::bf16::from_f32(stored).to_f32() == stored, "{stored}");
     }
+}
+
+/// A cache in NVFP4 holds 6 times as much under the same scale, or 4 times; q stays in E4M3. Producers divide by 448, 2688 or 6.
+#[test]
+fn caches_in_nvfp4_hold_more() {
+    let mut model = Model::llama();
+    model.cover(Engine::Vllm, NAMES);
+    let with = |kv: KvFormat| Serving { kv, ..Serving::default() };
+    let plain = model.audit_with(Engine::Vllm, &with(KvFormat::Fp8));
+    for (kv, times) in [(KvFormat::Nvfp4, 6.0), (KvFormat::Nvfp4FourOverSix, 4.0)] {
+        let audit = model.audit_with(Engine::Vllm, &with(kv));
+        assert!(audit.safe, "what covers E4M3 covers {kv:?}: {audit:?}");
+        for operand in ['k', 'v'] {
+            let ratio = entry(&plain, 1, operand).needed.unwrap() / entry(&audit, 1, operand).needed.unwrap();
+            assert!((ratio / times - 1.0).abs() < 1e-6, "{ratio}");
+        }
+        assert_eq!(entry(&plain, 1, 'q').needed, entry(&audit, 1, 'q').needed);
+        assert!(audit.next("m").unwrap().contains(&format!("--kv-cache-dtype {}", kv.name())));
+    }
+    // The largest value over 448, 2688, and over 6 as a factor of the blocks' scales of their own.
+    for (over, safe) in
+        [(448.0, true), (2688.0 * 0.999, true), (2688.0 * 1.01, false), (6.0, true), (2688.0 * 448.0, false)]
+    {
+        let mut model = Model::llama();
+        model.cover(Engine::Vllm, NAMES);
+        let largest = f64::from(entry(&plain, 2, 'k').needed.unwrap()) * 448.0;
+        model.scale(2, "k_scale", largest / over);
+        assert_eq!(model.audit_with(Engine::Vllm, &with(KvFormat::Nvfp4)).safe, safe, "{over}");
+    }
+    let folder = model.folder();
+    let (code, log) = failure(&["verify", text(folder.path()), "--for", "sglang", "--kv", "nvfp4"]);
+    assert!(code == 2 && log.contains("NVFP4"), "{log}");
+}
+
+/// A text beside the bounds, where the model has a forward here.
+#[test]
+fn a_text_stands_beside_the_bounds() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("ids.json");
+    std::fs::write(&tokens, json!((0..200).map(|n| n * 7 % 250).collect::<Vec<u32>>()).to_string()).unwrap();
+    let args = ["verify", run::TINY_LLAMA, "--for", "vllm", "--tokens", text(&tokens), "--seq-len", "32"];
+    let output = sigmascale(&args);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("text: largest value") && said.contains("ids.json (192 tokens) fits"), "{said}");
+    let result = run::json(&[&args[..], &["--format", "json"]].concat());
+    let observed = &result["observed"];
+    assert_eq!((&observed["sequences"], &observed["seq_len"]), (&json!(6), &json!(32)));
+    for (layer, audited) in observed["layers"].as_array().unwrap().iter().zip(result["layers"].as_array().unwrap()) {
+        assert_eq!(layer["layer"], audited["layer"]);
+        for operand in ["q", "k", "v"] {
+            let (reached, needed) = (layer[operand].as_f64().unwrap(), audited[operand][0]["needed"].as_f64().unwrap());
+            assert!(reached > 0.0 && reached <= 448.0 * needed, "{operand}: {reached} of {needed}");
+        }
+    }
+    // Without a forward of the family it is an error, not a silence.
+    let model = Model::named("nanochat", json!({}));
+    let (code, log) = failure(&["verify", text(model.folder().path()), "--tokens", text(&tokens)]);
+    assert!(code == 3 && log.contains("no forward"), "{log}");
+}
+
+/// Long tables are shortened, the worst rows first, and the last line holds the verdict and the next command.
+#[test]
+fn a_long_table_is_short_and_the_last_line_tells_what_comes_next() {
+    let deep = |layers: usize| {
+        let config = json!({"num_hidden_layers": layers, "quantization_config": compressed()});
+        let mut model = Model::new(grouped("llama", "llama", json!({})));
+        let own = model.tensors.0.clone();
+        for (name, tensor) in own.iter().filter(|(name, _)| name.starts_with("model.layers.0.")) {
+            for layer in 4..layers {
+                model.tensors.0.insert(name.replace("layers.0.", &format!("layers.{layer}.")), tensor.clone());
+            }
+        }
+        model.case.config = merge(model.case.config.clone(), config);
+        model.cover(Engine::Vllm, NAMES);
+        model
+    };
+    let mut model = deep(12);
+    let rows = |args: &[&str]| {
+        let folder = model.folder();
+        let output = sigmascale(&[&["verify", text(folder.path()), "--for", "vllm"], args].concat());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let short = rows(&[]);
+    assert!(short.contains("12 more rows, all safe (--all prints them)") && short.lines().count() < 40, "{short}");
+    assert!(!rows(&["--all"]).contains("more rows"));
+    let (_, last) = short.rsplit_once("\n\n").unwrap();
+    assert!(last.starts_with("vLLM: safe.") && last.contains("\nNext: vllm serve "), "{last}");
+    model.scale(11, "v_scale", 1e-4);
+    let folder = model.folder();
+    let output = sigmascale(&["verify", text(folder.path()), "--for", "vllm"]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    let first = said.lines().nth(3).unwrap();
+    assert!(first.trim_start().starts_with("11 ") && first.contains("overflow"), "{said}");
+    let (_, last) = said.rsplit_once("\n\n").unwrap();
+    assert!(last.starts_with("vLLM: NOT SAFE.") && last.contains("\nNext: sigmascale export "), "{last}");
+
+    // The one problem, for code review and for scripts.
+    let as_format = |args: &[&str]| {
+        let output = sigmascale(&[&["verify", text(folder.path()), "--for", "vllm"], args].concat());
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let lines = as_format(&["--format", "github"]);
+    let place = format!("::error file={}/config.json,title=vLLM%2C layer 11%2C v%3A overflow::", text(folder.path()));
+    assert!(lines.lines().count() == 1 && lines.starts_with(&place), "{lines}");
+    let log: Value = serde_json::from_str(&as_format(&["--format", "sarif"])).unwrap();
+    let (run, results) = (&log["runs"][0], log["runs"][0]["results"].as_array().unwrap());
+    assert_eq!((&log["version"], results.len()), (&"2.1.0".into(), 1));
+    assert_eq!((&results[0]["ruleId"], &results[0]["level"]), (&"overflow".into(), &"error".into()));
+    assert_eq!(run["tool"]["driver"]["rules"], json!([{"id": "overflow"}]));
+    let places = &results[0]["locations"][0];
+    assert_eq!(places["logicalLocations"][0]["fullyQualifiedName"], "layer 11, v");
+    let short: Value = serde_json::from_str(&as_format(&["--problems-only", "--json"])).unwrap();
+    let layers: Vec<_> = short["layers"].as_array().unwrap().iter().map(|layer| &layer["layer"]).collect();
+    assert_eq!(layers, [11]);
+    let table = as_format(&["--problems-only"]);
+    assert!(
+        table.contains("overflow") && !table.contains("covers the bound") && !table.contains("more rows"),
+        "{table}"
+    );
 }

@@ -1,0 +1,129 @@
+"""Norms from power iteration in place of certified ones: the vectors of a runtime, and how far they have come.
+
+A vector is that of a head, ``W_K^T v`` of the right singular vector v up to its length, or with ``power-summed`` that of a KV head
+for the sum over a layer's query heads. Vectors lie in one tensor, layer after layer, which engines copy from and to: they stay when
+weights move and engines are made anew, and depend on no address.
+"""
+
+import numpy as np
+import torch
+
+from .. import _native
+from .._errors import ArgumentError, MismatchError, UnsupportedError
+
+GRAM, POWER, SUMMED = "gram", "power", "power-summed"
+NAMES = (GRAM, POWER, SUMMED)
+# Iterations from random vectors, and of every later refresh: the paper's.
+COLD, WARM = 5, 1
+
+
+class Estimates:
+    """The vectors of every layer, and what is known of them."""
+
+    def __init__(self, runtime, found, estimator):
+        self.estimator, self._counts = estimator, runtime._heads.counts
+        for layer in found:
+            if layer.latent is not None or layer.q_norm is not None:
+                what = "has latent attention (MLA)" if layer.latent is not None else "normalizes q and k after the projection"
+                raise UnsupportedError(
+                    f"{layer.name} {what}, so no norm of its projections bounds its logits: leave estimator at 'gram'"
+                )
+        if estimator == SUMMED and sum(n_q for n_q, _ in self._counts) != runtime._q_heads:
+            raise UnsupportedError(
+                "estimator='power-summed' sums over all heads of a layer, and other processes have some of them: take 'power'"
+            )
+        self._ranks = [layer.d_head for layer in found]
+        self._rotates = [layer.rotary > 0 for layer in found]
+        # `geometry` covers sigma from a cold start on: with the share of the failure probability that is a head's.
+        covers = estimator == POWER and runtime.policy == "geometry"
+        self.cover = runtime.tail.delta / runtime._q_heads if covers else None
+        self._share = runtime.tail.delta / runtime._q_heads
+        owners = [n_kv if estimator == SUMMED else n_q for n_q, n_kv in self._counts]
+        ends = np.cumsum([0, *(count * rank for count, rank in zip(owners, self._ranks))]).tolist()
+        self._rows = [slice(start, end) for start, end in zip(ends, ends[1:])]
+        made = torch.Generator(device="cpu").manual_seed(0)
+        drawn = []
+        for count, rank in zip(owners, self._ranks):
+            vectors = torch.randn((count, rank), generator=made, dtype=torch.float64, device="cpu")
+            drawn.append((vectors / vectors.norm(dim=1, keepdim=True)).float().flatten())
+        self.vectors = torch.cat(drawn).to(runtime.device)
+        # Those that the present plans were computed from: a resumed run computes them again.
+        self.before = self.vectors.clone()
+        self.steps, self._steps_before = [0] * len(found), [0] * len(found)
+        # What the estimates of a layer were multiplied by.
+        self._factors = [1.0] * len(found)
+
+    def check_entries(self, entries):
+        """Raises an exception for layers whose heads an engine takes in parts, where the sum needs all of them."""
+        if self.estimator == SUMMED and any(len(each) > 1 for each in entries):
+            raise UnsupportedError("estimator='power-summed' needs the heads of a layer in one tensor: take 'power'")
+
+    def launch(self, engine, own, stream, indices, layers=None):
+        """Runs an engine on these layers, with the iterations of one forward; ``own``: its vectors."""
+        cold = self.steps[indices[0]] == 0
+        places = list(self._places(indices))
+        for mine, its in places:
+            self.before[mine].copy_(self.vectors[mine])
+            own[its].copy_(self.vectors[mine])
+        engine.launch(stream, layers, cold)
+        for mine, its in places:
+            self.vectors[mine].copy_(own[its])
+        for index in indices:
+            self._steps_before[index] = self.steps[index]
+            self.steps[index] += COLD if cold else WARM
+            covered = cold and self.cover is not None and not self._rotates[index]
+            self._factors[index] = _native.certified_inflation(COLD, self._ranks[index], self.cover) if covered else 1.0
+
+    def _places(self, indices):
+        """Slices of consecutive layers here, and where they lie in an engine's vectors."""
+        at, first = 0, 0
+        for position, index in enumerate(indices):
+            last = position + 1 == len(indices)
+            if last or indices[position + 1] != index + 1:
+                mine = slice(self._rows[indices[first]].start, self._rows[index].stop)
+                yield mine, slice(at, at + mine.stop - mine.start)
+                at, first = at + mine.stop - mine.start, position + 1
+
+    def report(self, logits):
+        """What ``Runtime.estimates`` returns, from the runtime's bounds of logits."""
+        used = logits[..., 0].double().cpu().numpy()
+        sigma, upper = np.full(used.shape, np.nan), np.full(used.shape, np.nan)
+        for index, (n_q, _) in enumerate(self._counts):
+            sigma[index, :n_q] = used[index, :n_q] / self._factors[index]
+            if self.estimator == POWER and self.steps[index] == COLD and not self._rotates[index]:
+                inflation = _native.certified_inflation(COLD, self._ranks[index], self._share)
+                upper[index, :n_q] = sigma[index, :n_q] * inflation
+        return {"sigma": sigma, "upper": upper, "steps": np.array(self.steps), "guarantee": "none"}
+
+    def state(self, due):
+        """What a resume needs: the vectors that each layer's plan came from, or will come from where it is ``due``."""
+        vectors, steps = self.before.cpu().clone(), list(self._steps_before)
+        for index in due:
+            vectors[self._rows[index]] = self.vectors[self._rows[index]].cpu()
+            steps[index] = self.steps[index]
+        return {"estimator": self.estimator, "vectors": vectors, "steps": steps}
+
+    def check(self, state):
+        """Raises an exception if a saved state does not fit."""
+        if not isinstance(state, dict) or state.get("estimator") != self.estimator:
+            found = state.get("estimator") if isinstance(state, dict) else GRAM
+            raise MismatchError(f"the saved state has estimator {found!r}, this runtime {self.estimator!r}")
+        vectors, steps = state.get("vectors"), state.get("steps")
+        fits = isinstance(vectors, torch.Tensor) and vectors.dtype == torch.float32 and vectors.shape == self.vectors.shape
+        if not fits or not bool(torch.isfinite(vectors).all()):
+            raise MismatchError(f"the vectors of the saved state are no {self.vectors.numel()} finite float32 values")
+        sound = isinstance(steps, list) and len(steps) == len(self.steps)
+        if not sound or not all(isinstance(step, int) and step >= 0 for step in steps):
+            raise MismatchError(f"the saved state has no count of iterations for each of {len(self.steps)} layers")
+
+    def load(self, state):
+        """Goes on from a state that fits; the plans have to be computed anew."""
+        self.vectors.copy_(state["vectors"])
+        self.steps = list(state["steps"])
+
+
+def checked(estimator):
+    """An estimator by its name."""
+    if estimator not in NAMES:
+        raise ArgumentError(f"estimator {estimator!r} is not one of {', '.join(NAMES)}")
+    return estimator
