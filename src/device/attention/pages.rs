@@ -2,7 +2,7 @@
 
 use super::regions::{Regions, check_workspace};
 use super::sizes::expect_disjoint;
-use super::terms::{DeviceCall, Features};
+use super::terms::DeviceCall;
 use super::tile::{PARTS_BYTES, PROCESSORS, Split};
 use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::{Element, View};
@@ -307,7 +307,7 @@ impl PagesWorkspace {
 mod tests {
     use super::super::call::{Descales, Keys, Rope, Tensors};
     use super::*;
-    use crate::attention::{Mask, PvAccumulator};
+    use crate::attention::PvAccumulator;
     use crate::cuda::DevicePtr;
 
     // SAFETY of every view below: nothing is launched in these tests.
