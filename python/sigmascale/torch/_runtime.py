@@ -171,6 +171,8 @@ class Runtime:
         weakref.finalize(model, _release, weakref.ref(self))
         # What is to be said once: of layers that run elsewhere, and of weights that are not those of the scales.
         self._unsaid = {"elsewhere", "weights"}
+        # Whether its scales are for another library's attention.
+        self._serves_others = False
         self._ran = _following.Ran(weakref.WeakMethod(self._say_elsewhere))
         _calls.follow(self.layers[0].key, _following.Detached(weakref.WeakMethod(self._look_at_weights)))
         self._hooks_for_good = [model.register_forward_hook(self._ran).remove]
@@ -309,13 +311,13 @@ class Runtime:
                     f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so "
                     "values can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
                     RuntimeWarning,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 return
 
     def _elsewhere(self):
         """Names of the layers without a call, once the model has run. Calls by another runtime's plan of a module count."""
-        if not self._ran.ran:
+        if not self._ran.ran or self._serves_others:
             return []
         called = {plan for module, plan in self._modules.items() if any(_calls.reached(x.key) for x in plans_of(module))}
         return [plan.name for plan in self.layers if plan not in called and not _calls.reached(plan.key)]
@@ -410,7 +412,7 @@ class Runtime:
                 "weights have moved since refresh() was captured in a CUDA graph, whose replays read the memory from before: "
                 "capture again",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._bind(layers)
 
