@@ -296,7 +296,7 @@ def attend(
             f"logits='e4m3' is for this package's attention, and this call is not for it: {reason}. Leave it out"
         )
     if loaded is not None and not (refused and call.fallback is None):
-        k, v = loaded()
+        _, k, v = lowered(q, *loaded())
     # PyTorch's own gives a log-sum-exp by a slow way alone.
     if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _measured.slower(q, k, v, calls[0])

@@ -376,7 +376,9 @@ class _Packed:
         return q if self.starts is None else q[None]
 
     def sequences(self, q):
-        return q.shape[0] if self.starts is None else self.starts.shape[0] - 1
+        if self.starts is not None:
+            return self.starts.shape[0] - 1
+        return q.shape[0] if isinstance(q, torch.Tensor) and q.dim() else None
 
     def new_tokens(self, k, v):
         if self.starts is None or k is None or v is None:
@@ -433,7 +435,7 @@ def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q,
     batch, new, capacity = packed_q.sequences(q), packed_q.most_new(k), block_table.shape[1] * k_cache.shape[1]
     if not isinstance(lengths, torch.Tensor):
         lengths = torch.full((batch,), int(lengths), dtype=torch.int32, device=q.device)
-    if (cosine is not None or sine is not None) and (new != q.shape[1] or not (causal or q.shape[1] == 1) or k.dtype == E4M3):
+    if (cosine is not None or sine is not None) and (k is None or new != q.shape[1] or not (causal or new == 1) or k.dtype == E4M3):
         # The kernel rotates a query by the place of the new key that stands with it.
         together = not causal and window == (-1, -1)
         q, k = _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity)
@@ -499,7 +501,7 @@ def _on_rows(q, k_cache, v_cache, k, v, lengths, block_table, batch_idx, leftpad
 
 
 def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table, packed_q):
-    batch = packed_q.sequences(q) if isinstance(q, torch.Tensor) and q.dim() == 4 else None
+    batch = packed_q.sequences(q)
     given = (
         {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         | ({} if k is None else {"k": k})
@@ -654,6 +656,9 @@ def _append(k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx, packe
     for cache, x in ((k_cache, k), (v_cache, v)):
         # E4M3 is copied as bytes.
         cache, x = (y.view(torch.uint8) if y.dtype == E4M3 else y for y in (cache, x.to(cache.dtype)))
+        if packed_q.new_starts is not None:
+            # Where there is no new key at all, the row keeps what it has.
+            x = torch.where(starts[-1] > 0, x, cache[sequence, place])
         cache[sequence, place] = x
 
 
