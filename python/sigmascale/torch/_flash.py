@@ -14,6 +14,7 @@ from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
 from ._attention import INFERENCE, How, attend, pair, row, sinks_of, typed, window_of
+from ._centers import model_lse, refuse, subtracted
 from ._e4m3 import E4M3, cast
 from ._terms import Sequences, Terms, checked
 
@@ -318,7 +319,7 @@ def flash_attn_with_kvcache(
             rotary = (rotary_cos, rotary_sin, bool(rotary_interleaved))
             out, lse = _on_pages(
                 q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q, descales, plan,
-                (softmax_scale, bool(causal), window_size, sinks), how,
+                (softmax_scale, bool(causal), window_size, sinks), how, return_softmax_lse,
             )  # fmt: skip
         else:
             if block_table is not None:
@@ -428,8 +429,10 @@ def plan_rows(plan, q, n_kv, batch, of_cache):
     return tuple(row(d, name, batch, n_kv, q.device).expand(batch, -1) for name, d in zip("qkv", plan))
 
 
-def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q, descales, plan, terms, how):
+def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q, descales, plan, terms, how, needs_lse):
     """A call by the kernels over pages."""
+    c, m = getattr(plan, "centers", (None, None))
+    refuse(c, m, False, terms[-1])
     softmax_scale, causal, window, sinks = terms
     cosine, sine, interleaved = rotary
     batch, new, capacity = packed_q.sequences(q), packed_q.most_new(k), block_table.shape[1] * k_cache.shape[1]
@@ -449,24 +452,42 @@ def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q,
             )
         pages = _pages(block_table[:batch], lengths, packed_q.added(k), k_cache)
         rows = packed_q.rows_of(descales)
-        written, k, v = (cast(k, rows[1]), cast(v, rows[2])), None, None
+        own = (k, v) if k.dtype == E4M3 else subtracted(k, v, (c, m))
+        written, k, v = tuple(map(cast, own, rows[1:3])), None, None
         lengths, before = lengths + packed_q.added(written[0]), lengths
     scale = getattr(plan, "softmax_scale", q.shape[3] ** -0.5) if softmax_scale is None else positive("softmax_scale", softmax_scale)
     longest = q.shape[1] if packed_q.starts is None else packed_q.longest
     left, right = window_of(window, causal, longest, capacity)
-    terms = Terms(causal, float(scale), left, right, sinks=sinks_of(sinks, q), accumulator=how.accumulator or INFERENCE, splits=how.splits)
+    if needs_lse and c is not None and cosine is not None:
+        raise UnsupportedError(
+            "the log-sum-exp of centered keys needs the rotated queries, which the kernel makes: rotate q and k before the call"
+        )
+    terms = Terms(
+        causal,
+        float(scale),
+        left,
+        right,
+        sinks=sinks_of(sinks, q),
+        k_center=c,
+        v_center=m,
+        accumulator=how.accumulator or INFERENCE,
+        splits=how.splits,
+    )
     if written is not None:
         _append(k_cache, v_cache, *written, before, pages, None, packed_q)
     if q.numel() == 0:
         return q.clone(), q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     cache = _paged.Pages(k_cache, v_cache, block_table, lengths, packed_q.starts, longest)
-    return _paged.attend(cache, (k, v), descales, terms, plan, (cosine, sine), interleaved, q=q)
+    out, lse = _paged.attend(cache, (k, v), descales, terms, plan, (cosine, sine), interleaved, q=q)
+    return out, model_lse(lse, q, packed_q.rows_of(descales)[0], terms) if needs_lse and c is not None else lse
 
 
 def _on_rows(q, k_cache, v_cache, k, v, lengths, block_table, batch_idx, leftpad, packed_q, descales, plan, terms, how, lse):
     """A call by the kernels over rows, on what pages hold gathered into a copy."""
     rows, added = packed_q.rows_of(descales), packed_q.added(k)
     if k_cache.dtype == E4M3:
+        if k is not None and k.dtype != E4M3:
+            k, v = subtracted(k, v, getattr(plan, "centers", (None, None)))
         q, k, v = (None if x is None else cast(x, d) for x, d in zip((q, k, v), rows))
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sequences, used = None, capacity

@@ -26,7 +26,8 @@ _LIBRARY.define(
     "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
     "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor? cosine, Tensor? sine, bool interleaved, Tensor(c!)? words, "
     "bool causal, float scale, Tensor? label=None, SymInt? window_left=None, SymInt? window_right=None, Tensor? sinks=None, "
-    "str accumulator='fp8-256', int splits=0, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0) -> (Tensor out, Tensor lse)",
+    "str accumulator='fp8-256', int splits=0, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, "
+    "Tensor? k_center=None, Tensor? v_center=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -103,6 +104,8 @@ def _attend(
     splits=0,
     cu_seqlens_q=None,
     max_seqlen_q=0,
+    k_center=None,
+    v_center=None,
 ):
     # Rows of no sequence, behind the last one, are not written.
     new = torch.empty if cu_seqlens_q is None else torch.zeros
@@ -114,7 +117,17 @@ def _attend(
         v=None if v is None else _aligned(v),
         pages=Pages(k_pages, v_pages, block_table, lengths, cu_seqlens_q, max_seqlen_q, checked(lengths)),
         descales=(q_descale, k_descale, v_descale),
-        terms=Terms(causal, scale, window_left, window_right, sinks=sinks, accumulator=accumulator, splits=splits),
+        terms=Terms(
+            causal,
+            scale,
+            window_left,
+            window_right,
+            sinks=sinks,
+            k_center=k_center,
+            v_center=v_center,
+            accumulator=accumulator,
+            splits=splits,
+        ),
         out=out,
         lse=lse,
         stats=None if words is None else words.view(-1),
@@ -170,6 +183,8 @@ def attend(cache, new, descales, terms, plan, rotary=(None, None), interleaved=F
         terms.splits,
         starts,
         cache.max_seqlen_q,
+        terms.k_center,
+        terms.v_center,
     )
 
 

@@ -197,6 +197,11 @@ impl Tensors {
         expect_disjoint("out", &self.out)?;
         let sequences = self.pages().map_or(sizes.batch, Pages::sequences);
         self.descales.check(&AttentionShape { batch: sequences, ..*sizes })?;
+        if self.descales.logit.is_some() && call.key_center().is_some() {
+            return Err(Error::unsupported(
+                "a center of keys with logits in E4M3 is not offered on the GPU: their descales are for the logits of the model",
+            ));
+        }
         if self.descales.logit.is_some() && self.stats.is_none() {
             return Err(Error::argument("logits in E4M3 need stats: their overflow must not go unseen"));
         }
