@@ -551,7 +551,7 @@ def low_precision_kernels():
 
 def delta_bias():
     names = {"bf16 flash": "PyTorch's flash attention, BF16", "bf16 cudnn": "cuDNN, BF16"}
-    names |= {"fp8": "FP8, P V in F16", "fp8 stabilise": 'the same, `gradients="unrounded-delta"`'}
+    names |= {"fp8": 'FP8, P V in F16, `gradients="rounded-delta"`', "fp8 stabilise": "the same by default"}
     signs = {"one": "one sign", "both": "both signs"}
     rows, table = record("2026-11-24-delta-bias-h200.csv"), []
     percent = lambda x: f"{float(x):.2g} %" if float(x) < 100 else f"{float(x):.0f} %"
@@ -728,7 +728,15 @@ def served_magnitudes():
 
 def served_cache():
     rows, table = record("2026-11-28-served-cache-h100.csv"), []
-    ways = {"bf16": "BF16 cache", "fixed": "FP8, scales of 1.0", "plugin": "FP8, scales from the weights", "prefix": "FP8, scales from the weights, prefill in chunks of 256", "maxima": "FP8, exact maxima of this text"}
+    ways = {
+        "bf16": "BF16 cache",
+        "fixed": "FP8, scales of 1.0",
+        "calibrated": "FP8, maxima of other text",
+        "maxima": "FP8, maxima of this text",
+        "plugin": "FP8, scales from the weights",
+        "centered-fixed": "FP8, centered keys, scales of 1.0",
+        "centered": "FP8, centered keys, scales from the weights",
+    }
     for model in (model for model in SERVED if any(row["model"] == model for row in rows)):
         measured = {case: name for case, name in ways.items() if any((row["model"], row["case"]) == (model, case) for row in rows)}
         for place, (case, name) in enumerate(measured.items()):

@@ -14,6 +14,7 @@ import sys
 import weakref
 
 from . import _loaded
+from ._errors import UnsupportedError
 from ._loaded import Followed, up_to_bf16
 from .rl import write
 
@@ -160,9 +161,9 @@ def _center(module, rows, config):
     from vllm.model_executor.layers.attention import Attention
 
     global _forward
-    rows = torch.tensor(rows or [[0.0] * module.head_size] * module.num_kv_heads, dtype=torch.float32)
+    rows = rows or [[0.0] * module.head_size] * module.num_kv_heads
     if module._sigmascale_center is not None:
-        write(module._sigmascale_center, rows.flatten().tolist())
+        write(module._sigmascale_center, [value for row in rows for value in row])
         return
     if _forward is None:
         _forward, Attention.forward = Attention.forward, _centered
@@ -170,7 +171,7 @@ def _center(module, rows, config):
     config.additional_config["sigmascale"] = "centered keys"
     # Written again after a reload, in whatever mode that is.
     with torch.inference_mode(False):
-        module._sigmascale_center = rows.to(module._k_scale.device)
+        module._sigmascale_center = torch.tensor(rows, dtype=torch.float32, device=module._k_scale.device)
 
 
 _forward = None
@@ -179,6 +180,8 @@ _forward = None
 def _centered(self, query, key, value, *args, **kwargs):
     center = self._sigmascale_center
     if center is not None and key is not None:
+        if key.dtype.itemsize == 1:
+            raise UnsupportedError("keys come to attention in FP8, so that no center can be subtracted: set SIGMASCALE_CENTER=off")
         # In f32, so that the difference is rounded once.
         key = (key.view(-1, *center.shape) - center).to(key.dtype)
     return _forward(self, query, key, value, *args, **kwargs)

@@ -17,7 +17,7 @@ class Planned:
         self.policy, self._policy = "geometry", types.SimpleNamespace(per_call=False, remembers=False)
         self.descales = torch.full((len(layers), 4, n_kv), descale)
         self.words = torch.zeros(len(layers), 2 * (n_q + n_kv), 4, dtype=torch.int32)
-        self.reporting, self.device = True, torch.device("cpu")
+        self.reporting, self.device, self._model = True, torch.device("cpu"), lambda: None
         self.backend, self.fallback, self.logit_descales = "auto", fallback, None
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(layers)]
         self.calls = [_calls.counted(plan.key)[0] for plan in self.layers]

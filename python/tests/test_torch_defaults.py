@@ -159,6 +159,36 @@ def test_vllm_has_its_scales_in_place(within, made, per_head, platform):
 
 @pytest.mark.parametrize("made", MODES.values(), ids=MODES)
 @in_every_mode
+def test_vllm_subtracts_centers_in_their_place(within, made, monkeypatch):
+    class Attention(torch.nn.Module):
+        _sigmascale_center, head_size, num_kv_heads = None, 2, 2
+        forward = lambda self, query, key, value: key
+
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.attention", types.SimpleNamespace(Attention=Attention))
+    monkeypatch.setattr(vllm, "_forward", None)
+    config = types.SimpleNamespace(additional_config={})
+    with made():
+        module, other = Attention(), Attention()
+        module.register_buffer("_k_scale", torch.ones(1, dtype=torch.float32, device="cpu"))
+    with within():
+        vllm._center(module, [[1.0, -2.0], [0.5, 256.0]], config)
+    place = module._sigmascale_center
+    assert place.dtype == torch.float32 and place.device.type == "cpu" and config.additional_config
+    keys = torch.tensor([[1.0, 2.0, 3.0, 255.0]] * 3).bfloat16()
+    assert module(None, keys, None).flatten(1).tolist() == [[0.0, 4.0, 2.5, -1.0]] * 3
+    assert other(None, keys, None) is keys and module(None, None, None) is None
+    with pytest.raises(sigmascale.UnsupportedError, match="SIGMASCALE_CENTER=off"):
+        module(None, keys.to(torch.float8_e4m3fn), None)
+    for rows, left in [([[1.0, 0.0], [0.0, 0.0]], [0.0, 2.0, 3.0, 255.0]), (None, [1.0, 2.0, 3.0, 255.0])]:
+        with within():
+            vllm._center(module, rows, config)
+        assert module._sigmascale_center is place and module(None, keys, None).flatten(1).tolist() == [left] * 3
+
+
+@pytest.mark.parametrize("made", MODES.values(), ids=MODES)
+@in_every_mode
 def test_scales_of_a_sync_are_filled_in(within, made):
     with made():
         model = torch.nn.Module()
@@ -247,7 +277,7 @@ def calls(grown):
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float32, device="cpu")
     ints = lambda *x: torch.tensor(x, dtype=torch.int32, device="cpu")
     found = []
-    for how in ({}, {"causal": False}, {"window": (7, 3), "causal": False}, {"softcap": 5.0}, {"sinks": sinks}, {"gradients": "unrounded-delta"}):
+    for how in ({}, {"causal": False}, {"window": (7, 3), "causal": False}, {"softcap": 5.0}, {"sinks": sinks}, {"gradients": "rounded-delta"}):
         own = [x.clone() for x in (q, k, v)]
         if grown:
             own = [x.requires_grad_(True) for x in own]
@@ -355,7 +385,12 @@ def test_samples_are_of_the_same_rows(within):
     q, k, v = (x.float().to(torch.float8_e4m3fn) for x in operands(length=700))
     grad, out = (torch.randn(2, 700, 4, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float32) for _ in range(2))
     rows = [torch.ones(2, 2, dtype=torch.float32)] * 3
-    sample = lambda: _samples.sample(grad.bfloat16(), (q, k, v), rows, out.bfloat16(), _terms.Terms(True, 0.25), 61, 3)
+    def sample():
+        places = _samples.places_of(700, 61, 3, grad.device)
+        taken = _samples.take(grad.bfloat16(), (q, k, v), rows, out.bfloat16(), _terms.Terms(True, 0.25), places, 3)
+        ((_, found),) = _samples.measure({0: taken})
+        return found
+
     plain = sample()
     with within():
         same(sample(), plain)

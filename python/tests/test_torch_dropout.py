@@ -70,7 +70,7 @@ def attached(make, p):
 @pytest.mark.parametrize("make", [bert, modernbert])
 def test_dropout_behind_the_norm_of_the_embeddings_is_named(make):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*dropout")
         model, runtime, projections = attached(make, P)
         runtime.refresh()
         assert max(largest(model, runtime, projections)) <= 1.0
@@ -82,14 +82,14 @@ def test_dropout_behind_the_norm_of_the_embeddings_is_named(make):
     first, second = largest(model, runtime, projections)
     assert 1.0 < first <= 1.0 / (1.0 - P) and second <= 1.0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*dropout")
         runtime.refresh()  # It is said once.
 
 
 @pytest.mark.parametrize(("make", "p"), [(bert, 0.0), (modernbert, 0.0), (gpt2, P)])
 def test_other_dropout_is_covered(make, p):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*dropout")
         model, runtime, projections = attached(make, p)
         model.train()
         runtime.refresh()
@@ -98,7 +98,7 @@ def test_other_dropout_is_covered(make, p):
 
 def test_policies_that_observe_need_no_warning():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*dropout")
         model, _, _ = bert(P)
         fp8.attach(model.train(), policy="delayed-te")
     with pytest.warns(RuntimeWarning, match="layer 0: a dropout"):

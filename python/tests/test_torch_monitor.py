@@ -211,7 +211,7 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
         monkeypatch.setattr(_samples, "_BYTES", 1)
     terms = _terms.Terms(scale=0.3, **{"causal": False} | options)
     for turn in range(3):
-        found = _samples.sample(grad, eight, descales, out, terms, rows, turn)
+        found = sampled(grad, eight, descales, out, terms, rows, turn)
         entry = turn % batch_size
         chosen = [int((i + turn * 0.6180339887498949 % 1.0) * length / rows) for i in range(rows)]
         spans = {0: [(0, 30, 0, 150)], 1: [(0, 10, 0, 90), (15, 40, 120, 300)]}[entry]
@@ -231,8 +231,21 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
             q, k, v, grad[entry].double(), out[entry].double(), chosen, 0.3, visible, terms.soft_cap, terms.sinks
         )
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
+        # Several calls together are each by themselves, and an output is that with what its rounding took.
+        other = sampled(grad, eight, descales, 2 * out, terms, rows, turn)
+        places = _samples.places_of(length, rows, turn, q.device)
+        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in (None, out, None)]
+        ((indices, together),) = _samples.measure(dict(zip((4, 0, 7), taken)))
+        assert indices == [4, 0, 7] and torch.allclose(together, torch.stack([found, other, found]), rtol=1e-12, atol=0)
         if case in ("full", "groups"):
             assert found[0].tolist() == [1.0] * 4 and found[1].tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def sampled(grad, operands, descales, out, terms, rows, turn):
+    """Of one call."""
+    places = _samples.places_of(grad.shape[1], rows, turn, grad.device)
+    ((_, found),) = _samples.measure({0: _samples.take(grad, operands, descales, out, terms, places, turn)})
+    return found[0]
 
 
 def test_delta_bias_is_the_share_by_which_outputs_are_off():
@@ -241,7 +254,7 @@ def test_delta_bias_is_the_share_by_which_outputs_are_off():
     descales, terms = [torch.full((1, 2), 0.02)] * 3, _terms.Terms(causal=True, scale=0.25)
     exact, _ = plain.attention(*map(plain.held, (q, k, v), descales), scale=0.25)
     # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
-    found = _samples.sample(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
+    found = sampled(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
     assert torch.allclose(found[2], torch.full((2,), -0.01, dtype=torch.float64), rtol=1e-3)
 
 

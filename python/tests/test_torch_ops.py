@@ -199,7 +199,7 @@ def repeated(copies=3, tokens=16):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_delta_may_be_that_of_the_output_before_its_rounding(sinks):
+def test_delta_is_that_of_the_output_before_its_rounding(sinks):
     q, k, v = repeated()
     row = [x.detach().abs().amax(dim=(0, 1, 3))[:2] / 448 for x in (q, k, v)]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if sinks else None
@@ -210,7 +210,7 @@ def test_delta_may_be_that_of_the_output_before_its_rounding(sinks):
         return error(gradients[0], theirs[0])
 
     call = lambda **how: fp8.attention(q, k, v, row, causal=False, sinks=sinks, **how)
-    rounded, unrounded = call(), call(gradients="unrounded-delta")
+    rounded, unrounded = call(gradients="rounded-delta"), call()
     assert torch.equal(rounded, unrounded), "the output itself does not change"
     want, _ = reference(q, k, v, terms, row)
     direction = rounded.detach()
@@ -225,25 +225,47 @@ def test_delta_may_be_that_of_the_output_before_its_rounding(sinks):
         assert error(ours["unrounded"][3], theirs[3]) <= error(ours["rounded"][3], theirs[3])
 
 
-def test_a_plan_may_ask_for_it_and_calls_that_cannot_say_so():
+@pytest.mark.parametrize("how", ["causal", "window", "one key"])
+@pytest.mark.parametrize("backend", ["native", "emulated"])
+def test_a_row_that_sees_one_key_has_no_gradient_of_its_logit(how, backend):
+    """Its softmax is 1 whatever the logit is, so dQ is exactly zero; the rounded output made it up to 2^-9 of dO V K."""
+    q, k, v = (50 * x.detach() for x in operands())
+    if how == "one key":
+        k, v = k[:, :1], v[:, :1]
+    row = [x.abs().amax(dim=(0, 1, 3))[:2] / 448 for x in (q, k, v)]
+    options = {"causal": {"causal": True}, "window": {"causal": False, "window": (0, 0)}, "one key": {"causal": False}}[how]
+    rows = slice(1) if how == "causal" else slice(None)
+
+    def grads(**more):
+        leaves = [x.clone().requires_grad_(True) for x in (q, k, v)]
+        out = fp8.attention(*leaves, row, backend=backend, **options, **more)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    dq, dk, dv = grads()
+    # Against what a row of the rounded output can have: dO V K of the row, 2^-9 of it.
+    scale = v.abs().sum(dim=3).max() * k.abs().max() * q.shape[3] ** -0.5
+    assert dq[:, rows].abs().max() <= 2**-16 * scale
+    if how != "causal":
+        assert dk.abs().max() <= 2**-16 * q.shape[1] * v.abs().sum(dim=3).max() * q.abs().max() * q.shape[3] ** -0.5
+    if backend == "native":
+        rounded = grads(gradients="rounded-delta")
+        assert rounded[0][:, rows].abs().max() > 10 * dq[:, rows].abs().max()
+        assert torch.equal(rounded[2], dv)
+
+
+def test_what_a_call_keeps_for_its_gradients_may_be_chosen():
     runtime = Planned([layer()] * 2)
     q, k, v = operands()
     plan = runtime.layers[0]
     grads = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, plan, **how).float().square().sum(), q)[0]
-    usual, asked = grads(), grads(gradients="unrounded-delta")
-    assert not torch.equal(usual, asked)
-    plan.unrounded_delta = True
-    assert torch.equal(grads(), asked)
-    with pytest.raises(sigmascale.ArgumentError, match="leave one of the two out"):
-        grads(gradients="fp8-dq")
-    with pytest.raises(sigmascale.ArgumentError, match="gradients='unrounded-delta' .*'f16'.*'fp8-256'"):
-        grads(accumulator="fp8-256")
-    heads = [x.transpose(1, 2) for x in (q, k, v)]
-    with pytest.raises(sigmascale.UnsupportedError, match="gradients='unrounded-delta' .*dropout 0.1"):
-        fp8.scaled_dot_product_attention(*heads, dropout_p=0.1, enable_gqa=True, plan=plan, fallback="bf16")
-    # Without gradients nothing changes, and nothing is refused.
+    usual, rounded = grads(), grads(gradients="rounded-delta")
+    assert not torch.equal(usual, rounded)
+    # Of sums in FP8 the backward computes the output again, and rounds it.
+    assert torch.equal(grads(accumulator="fp8-256"), grads(accumulator="fp8-256", gradients="rounded-delta"))
+    with pytest.raises(sigmascale.ArgumentError, match="gradients='fp8-dq' is for the accumulator 'f16', not 'fp8-256'"):
+        grads(accumulator="fp8-256", gradients="fp8-dq")
     with torch.no_grad():
-        assert torch.isfinite(fp8.attention(q, k, v, plan)).all()
+        assert torch.isfinite(fp8.attention(q, k, v, plan, gradients="rounded-delta")).all()
 
 
 def two_layers(plans):
@@ -351,7 +373,7 @@ def test_operands_in_e4m3_are_taken_as_they_are():
         ("fallback 'fp32' must be", {"fallback": "fp32"}),
         ("has an accumulator of its own", {"accumulator": "f16", "backend": "fa3"}),
         ("gradients='fp8-dq' is for the accumulator 'f16'", {"accumulator": "fp8-256", "gradients": "fp8-dq"}),
-        ("gradients 'fp8' must be 'fp8-dq', 'unrounded-delta' or None", {"gradients": "fp8"}),
+        ("gradients 'fp8' must be 'fp8-dq', 'rounded-delta' or None", {"gradients": "fp8"}),
     ],
 )
 def test_choices_that_are_none_are_refused(message, options):

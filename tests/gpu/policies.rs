@@ -8,13 +8,15 @@ use sigmascale::attention::{AttentionCall, AttentionShape, PvAccumulator};
 use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
 use sigmascale::device::attention::{Cuda, Descales, DeviceCall, Element, Keys, Tensors, View, Workspace};
 use sigmascale::device::policy::{BoundSource, PolicyEngine, status};
-use sigmascale::device::scale::ScaleEngine;
+use sigmascale::device::scale::{EstimateEngine, ScaleEngine};
+use sigmascale::geometry::LayerGeometry;
 use sigmascale::model::{AttentionSpec, preset};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
     AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy,
     PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Report, Restart, ScaledTensor, Slack,
 };
+use sigmascale::spectral::{Estimator, from_estimates};
 use sigmascale::stats::StepStats;
 use sigmascale::stats::{CastWords, LogitWords, StepWords, ordered};
 
@@ -25,6 +27,7 @@ tests![
     a_state_moves_between_host_and_device,
     a_graph_replays_the_loop_at_the_same_addresses,
     weights_become_plans_in_one_graph,
+    estimates_become_plans_in_one_graph,
     an_attention_call_feeds_the_policy,
     what_is_not_finite_is_flagged,
     foreign_states_and_bounds_are_refused,
@@ -474,6 +477,55 @@ fn weights_become_plans_in_one_graph() {
             }
         }
         assert_eq!(plan.read_status().unwrap(), [0]);
+    }
+}
+
+/// Power iteration in place of certified norms: one iteration a replay, the host's plan of the bounds that it leaves, and a resume
+/// from the vectors with the same bits.
+fn estimates_become_plans_in_one_graph() {
+    for (estimator, rotary) in [(Estimator::Power, 64), (Estimator::Power, 0), (Estimator::PowerSummed, 64)] {
+        let case = Case { biases: true, rotary, ..Case::new("chain", (512, 64), (6, 2)) };
+        let layer = Layer::new(&case, 77);
+        let (spec, tail, stream) = (case.spec(), Tail::default(), device().stream().unwrap());
+        let geometry = LayerGeometry::new(&spec, layer.weights()).unwrap();
+        for kind in [PolicyKind::Geometry, PolicyKind::GeometryCStar, PolicyKind::AutoC] {
+            // SAFETY: `layer` holds the memory.
+            let engine = || unsafe { EstimateEngine::new(device(), &[layer.input], estimator, 5) }.unwrap();
+            let policy = |engine| {
+                let source = BoundSource::Estimates(Box::new(engine));
+                PolicyEngine::new(device(), &spec, kind.into(), &tail, source).unwrap()
+            };
+            let plan = policy(engine());
+            plan.refresh(&stream).unwrap();
+            stream.synchronize().unwrap();
+            let graph = stream.capture(|s| plan.refresh(s)).unwrap();
+            for _ in 0..9 {
+                graph.launch().unwrap();
+            }
+            stream.synchronize().unwrap();
+            let host = PolicyConfig::from(kind).build((&spec).into()).unwrap();
+            let (got, bounds) = (plan.read_plan(0).unwrap(), plan.read_bounds().unwrap().remove(0));
+            assert_eq!(bits(&got), bits(&host.plan(&bounds, None).unwrap()), "{kind}");
+
+            let found = plan.estimates().unwrap().estimates().read().unwrap();
+            let sigma: Vec<f64> = (0..6).map(|head| f64::from(found[head % found.len()])).collect();
+            let want = LayerBounds::estimated(&spec, &geometry, &from_estimates(&geometry, &sigma).unwrap(), &tail);
+            for (got, want) in bounds.heads.iter().zip(want.unwrap().heads) {
+                let ratio = got.rounded.unwrap() / want.rounded.unwrap();
+                assert!((0.99..1.2).contains(&ratio), "{kind} {}: {ratio}", estimator.name());
+            }
+
+            let vectors = plan.estimates().unwrap().vectors().read().unwrap();
+            let mut resumed = engine();
+            resumed.restore(&vectors).unwrap();
+            let resumed = policy(resumed);
+            for plan in [&plan, &resumed] {
+                plan.refresh(&stream).unwrap();
+            }
+            stream.synchronize().unwrap();
+            assert_eq!(bits(&plan.read_plan(0).unwrap()), bits(&resumed.read_plan(0).unwrap()), "{kind}");
+            assert_eq!(plan.read_status().unwrap(), [0]);
+        }
     }
 }
 

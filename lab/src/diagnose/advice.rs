@@ -26,7 +26,7 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         AlarmKind::DeltaBias => &[
             (
                 "keep P V and the output in f32 until delta is computed, or take delta from rowsum(P o dP); in this package \
-                 attention(.., gradients='unrounded-delta'), or plan.unrounded_delta of the layer",
+                 leave attention(.., gradients='rounded-delta') out",
                 OUTPUT,
             ),
             (
@@ -37,7 +37,7 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         ],
         AlarmKind::RepeatedMaxima => &[
             (
-                "take delta from the output before its rounding: in this package attention(.., gradients='unrounded-delta')",
+                "take delta from the output before its rounding: in this package leave attention(.., gradients='rounded-delta') out",
                 OUTPUT,
             ),
             (

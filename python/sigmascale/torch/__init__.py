@@ -1,8 +1,8 @@
 """FP8 attention on PyTorch models, with scales from their weights.
 
->>> runtime = sigmascale.torch.attach(model)            # once
+>>> runtime = sigmascale.torch.attach(model, optimizer=optimizer)  # scales follow the steps of the optimizer
 >>> out = sigmascale.torch.attention(q, k, v, runtime.layers[0])
->>> runtime.refresh()                                   # after every optimizer step or weight refit
+>>> runtime.refresh()                                              # after any other change of the weights
 
 Hugging Face: ``model.set_attn_implementation(sigmascale.torch.register())``, and :func:`fp8_cache` for ``generate``.
 Plain modules: :class:`patched`. Instead of ``flash_attn``: :func:`flash_attn_func`, :func:`flash_attn_varlen_func`,

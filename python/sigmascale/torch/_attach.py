@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ._runtime import Runtime
 
@@ -26,6 +26,8 @@ def attach(
     fallback: Fallback = None,
     group: Group = None,
     telemetry: Telemetry = "full",
+    optimizer: Any = None,
+    strict: bool = False,
 ) -> Runtime:
     """Plans for every attention layer of a model.
 
@@ -61,6 +63,30 @@ def attach(
     Bounds do not cover a dropout between a norm and the projections (the first layer of BERT, RoBERTa and ModernBERT's
     decoder): a RuntimeWarning says so while one is active.
 
-    Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
+    ``optimizer``: the optimizer, or a list of them, after whose steps the scales are computed anew. Anything with a
+    ``step()`` that updates the model is taken: a ``torch.optim.Optimizer``, a container or wrapper of some, a
+    DeepSpeedEngine. Gradient accumulation, skipped steps and optimizers that step inside the backward need nothing else.
+    Without it, call ``refresh()`` after every optimizer step. After ``model.load_state_dict()`` scales are computed anew
+    in either case.
+
+    A RuntimeWarning says once if a forward meets other weights than those of the scales, or if layers make no call
+    through this package in the first forward of the model. ``strict=True`` raises :class:`SigmascaleError` in place of it.
+    On a GPU, which is not waited for, weights are reported by a later forward.
+
+    Returns a :class:`Runtime`.
     """
-    return Runtime(model, policy, bound, layers, backend, tail, fallback, group, telemetry, estimator, logits)
+    return Runtime(
+        model,
+        policy,
+        bound,
+        layers,
+        backend,
+        tail,
+        fallback,
+        group,
+        telemetry,
+        estimator,
+        logits,
+        optimizer=optimizer,
+        strict=strict,
+    )

@@ -20,7 +20,7 @@ from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _calls, _centers, _fallback, _masks, _measured, _ops, _rope
 from ._e4m3 import E4M3, dequantised
 from ._plan import LayerPlan
-from ._terms import FP8_DQ, NOTHING, OPERANDS, UNROUNDED_DELTA, Terms
+from ._terms import FP8_DQ, NOTHING, OPERANDS, ROUNDED_DELTA, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
     from ._typing import Backend, Centers, Fallback, Gradients, Plan, Rotation
@@ -104,9 +104,9 @@ def attention(
     ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key. ``softmax_scale``: by
     default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
 
-    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed) or
-    ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are
-    needed). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
+    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed, and
+    without gradients while the plan's model is in training mode, since a checkpoint may compute the call again) or
+    ``"fp8-N"``, promoted to f32 every N keys or more often (the default elsewhere is ``"fp8-256"``). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
     supports, and ``None`` refuses or emulates them.
 
     ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap *
@@ -115,7 +115,7 @@ def attention(
 
     ``rope``: ``(cosines, sines)`` or a :class:`Rope` by which q and k are rotated first. On a GPU this package's kernels
     do it in the cast, without a pass over q and k, and PyTorch rotates their gradients back. PyTorch rotates q and k
-    where something looks at them (a monitor, an observing policy), under ``torch.compile`` and on other backends.
+    under the policy ``current``, under ``torch.compile`` and on other backends.
 
     ``centers``: ``(c, m)``, f32 ``(n_kv_heads, d)`` or None for each: what is subtracted from k, after its rotation, and from v
     before their cast. The result is the same for any values (c is invisible to softmax, m is added to the output) but for
@@ -123,11 +123,12 @@ def attention(
     those of a plan with centers cover it. All parts of a sequence that share a cache need one c. Not with sinks, and c not with a
     soft-cap.
 
-    ``gradients``: how the backward computes dQ, of the two below or as usual. ``"fp8-dq"``: by a product in FP8, for heads
-    of at most 128 on a GPU. A step is about 3 % faster with heads of 128, and dQ has an error of 2 to 3 %, more where V's
-    descale is far above what V needs. ``"unrounded-delta"``: from the output before its rounding to bfloat16. The forward
-    keeps what the rounding took (2 bytes more per element of the output from forward to backward). The error of delta, which
-    has one sign where row maxima repeat and made trainings diverge, is gone then. ``plan.unrounded_delta`` sets it for a layer.
+    ``gradients``: how the backward computes dQ. By default its delta is that of the output before the rounding to
+    bfloat16, so that a row that sees one key has a dQ of zero and repeated row maxima bias nothing; the forward keeps what
+    the rounding took, 2 bytes per element of the output, until the backward. ``"rounded-delta"`` takes the stored output and
+    keeps nothing, as other libraries, ``ring_attention`` and other accumulators than ``"f16"`` do in any case. ``"fp8-dq"``
+    takes it too, and computes dQ by a product in FP8, for heads of at most 128 on a GPU: a step is about 3 % faster with
+    heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
 
     ``logits="e4m3"``: logits are rounded to E4M3 by the plan's logit descales on their way into the softmax, as in the
     spectral-bounds paper; gradients pass through unchanged. ``plan`` is that of a policy with logit bounds, or four descales, the
@@ -177,9 +178,9 @@ class How:
         if self.fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
         given = self.accumulator
-        if self.gradients not in (None, FP8_DQ, UNROUNDED_DELTA):
-            raise ArgumentError(f"gradients {self.gradients!r} must be {FP8_DQ!r}, {UNROUNDED_DELTA!r} or None")
-        if self.gradients is not None and given not in (None, "f16"):
+        if self.gradients not in (None, FP8_DQ, ROUNDED_DELTA):
+            raise ArgumentError(f"gradients {self.gradients!r} must be {FP8_DQ!r}, {ROUNDED_DELTA!r} or None")
+        if self.gradients == FP8_DQ and given not in (None, "f16"):
             raise ArgumentError(
                 f"gradients={self.gradients!r} is for the accumulator 'f16', not {given!r}: leave one of the two out"
             )
@@ -239,20 +240,12 @@ def attend(
     """
     q, k, v = lowered(q, k, v)
     check(q, k, v, sequences)
-    if isinstance(plan, LayerPlan) and plan.unrounded_delta and how.gradients != UNROUNDED_DELTA:
-        if how.gradients is not None:
-            raise ArgumentError(
-                f"gradients={how.gradients!r} takes delta from the rounded output, and the plan of {plan.name} asks for "
-                "unrounded_delta: leave one of the two out"
-            )
-        how = dataclasses.replace(how, gradients=UNROUNDED_DELTA)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     sinks, (left, right) = _sinks(sinks, q), _window(window, causal, *lengths)
     saves = _saves(q, k, v, sinks)
-    # Operands that are E4M3 already have no dQ.
-    keeps = NOTHING if not saves else OPERANDS if q.dtype == E4M3 else how.gradients or OPERANDS
-    accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
+    accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan, call) else _INFERENCE)
+    keeps = _kept(q, call, how, accumulator) if saves else NOTHING
     k_center, v_center = centers_of(centers, q, k, v, plan, softcap, sinks)
     terms = Terms(
         causal=causal,
@@ -281,18 +274,13 @@ def attend(
         rope = _rope.checked(rope, q, k)
         if reason is not None or not _turns_in_cast(q, k, v, terms, call, return_lse):
             (q, k), rope = _rope.turned(rope, q, k), None
-    refused, unrounded = reason is not None, keeps == UNROUNDED_DELTA
+    refused = reason is not None
     if refused and call.logit_descale is not None:
         raise UnsupportedError(
             f"logits='e4m3' is for this package's attention, and this call is not for it: {reason}. Leave it out"
         )
-    if refused and unrounded:
-        raise UnsupportedError(
-            f"gradients={UNROUNDED_DELTA!r} is for this package's attention, and this call is not for it: {reason}. PyTorch's kernels "
-            "take delta from their rounded output: leave it out"
-        )
     # PyTorch's own gives a log-sum-exp by a slow way alone.
-    if not refused and not unrounded and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
+    if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _measured.slower(q, k, v, calls[0])
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
@@ -369,11 +357,30 @@ def _saves(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _kept(q, call, how, accumulator):
+    """What a forward keeps for its backward."""
+    # Operands that are E4M3 already have no dQ.
+    if q.dtype == E4M3 or how.gradients == ROUNDED_DELTA:
+        return OPERANDS
+    if how.gradients == FP8_DQ:
+        return FP8_DQ
+    # Other libraries keep their output, and a backward of other sums computes it again.
+    return UNROUNDED_DELTA if accumulator == _TRAINING and call.backend not in _backends.LIBRARIES else OPERANDS
+
+
+def _is_checkpoint(q, plan, call):
+    """Whether a call without gradients can be that of a reentrant checkpoint, whose recompute must give the same bits."""
+    if torch.is_inference_mode_enabled() or q.dtype == E4M3 or not isinstance(plan, LayerPlan):
+        return False
+    # With logits in E4M3 the kernel has sums in FP8 alone.
+    return plan.training and call.logit_descale is None
+
+
 def _turns_in_cast(q, k, v, terms, call, return_lse):
-    """Whether the kernels' cast can rotate q and k: nothing else reads them before it."""
+    """Whether the kernels' cast can rotate q and k: nothing else computes with them before it."""
     if return_lse and terms.k_center is not None:
         return False
-    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v) or _calls.observed(call.label):
+    if not q.is_cuda or call.descales is None or not _ops.plain(q, k, v):
         return False
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
@@ -413,7 +420,8 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
             )
         if q.device != plan.words.device:
             raise ArgumentError(
-                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: move q, k and v there"
+                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: attach to the model again after it was "
+                "moved, or move q, k and v there"
             )
         runtime = plan.runtime
         descales = None if plan.per_call else tuple(plan._descales)
@@ -480,7 +488,8 @@ def typed(out, q):
 def lowered(*tensors):
     """Under autocast its type, as PyTorch's own attention takes it."""
     kinds = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
-    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
+    # PyTorch knows no autocast of the meta device.
+    if len(kinds) != 1 or "meta" in kinds or not torch.is_autocast_enabled(*kinds):
         return tensors
     dtype = torch.get_autocast_dtype(*kinds)
     lower = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in (*_DTYPES, dtype) else x

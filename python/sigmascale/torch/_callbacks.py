@@ -21,9 +21,9 @@ class TrainerMonitor:
 
     Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and
     gradient norm where it logs (``logging_steps``), the loss as the mean since the last log; other steps have a rate
-    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, and after weights
-    were loaded (``resume_from_checkpoint``, ``load_best_model_at_end``), which has to be done once. ``options`` are
-    those of :class:`Monitor`. Only the first process of a distributed run records.
+    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, unless :func:`attach` was given the optimizer,
+    and after weights were loaded (``resume_from_checkpoint``, ``load_best_model_at_end``). ``options`` are those of
+    :class:`Monitor`. Only the first process of a distributed run records.
     """
 
     monitor: Monitor | None
@@ -59,7 +59,7 @@ class TrainerMonitor:
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """New scales."""
-        if self._refresh:
+        if self._refresh and not self._runtime._following:
             self._runtime.refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:

@@ -12,13 +12,14 @@ import warnings
 
 import torch
 
-from . import _centers
 
 # No layer: descales that were given, and exported programs.
 NONE = -1
 _NUMBERS = itertools.count()
 # By layer: calls by what ran them, and by that and why.
 _COUNTERS, _REASONS = {}, {}
+# Layers that have had a call, and functions that are told of each call of a layer, without its operands.
+_REACHED, _FOLLOWERS = set(), {}
 _SAID = set()
 # Functions that are told of each call, by layer; and of the backward of one call, by the address of its log-sum-exp.
 _OBSERVERS, _BACKWARDS = {}, {}
@@ -58,13 +59,24 @@ def clear(layer):
 def forget(layers):
     """Drops counters and observers."""
     for layer in layers:
-        for held in (_COUNTERS, _REASONS, _OBSERVERS):
+        for held in (_COUNTERS, _REASONS, _OBSERVERS, _FOLLOWERS):
             held.pop(layer, None)
+        _REACHED.discard(layer)
+
+
+def reached(layer):
+    """Whether any call of a layer has come here."""
+    return layer in _REACHED
+
+
+def follow(layer, function):
+    """Calls ``function`` after each call of a layer."""
+    _FOLLOWERS[layer] = function
 
 
 def observe(layer, observer):
-    """Tells ``observer`` of each call of a layer: q, k and v, the log-sum-exp, whether a backward follows, and
-    whether the call reports its statistics."""
+    """Tells ``observer`` of each call of a layer: q, k and v, which the cast may rotate later, the log-sum-exp, whether a
+    backward follows, and whether the call reports its statistics."""
     _OBSERVERS.setdefault(layer, []).append(observer)
 
 
@@ -93,27 +105,22 @@ def ran(label, name, reason, *call):
     if call and _OBSERVERS:
         for observer in tuple(_OBSERVERS.get(layer, ())):
             observer(*call)
-
-
-def observed(label):
-    """Whether somebody looks at the layer's calls."""
-    return bool(_OBSERVERS.get(layer_of(label)))
+    if layer in _FOLLOWERS:
+        _FOLLOWERS[layer]()
 
 
 def saw_backward(lse, grad, operands, descales, out, terms, residual=None):
-    """Tells who waits for this backward: of the output that delta is taken from."""
+    """Tells who waits for this backward."""
     observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
     if observer is not None:
-        out = out if residual is None else out.float() + residual.float()
-        # Of one kind with the operands.
-        out = _centers.joined(out, lse, terms, -1)
-        observer(grad, operands, descales, out, terms)
+        observer(grad, operands, descales, out, terms, residual)
 
 
 def _count(layer, name, reason):
     """Adds a call that ``name`` ran, where the layer is watched."""
     counter = _COUNTERS.get(layer)
     if counter is not None:
+        _REACHED.add(layer)
         counter[name] += 1
         _REASONS[layer][name, reason] += 1
 

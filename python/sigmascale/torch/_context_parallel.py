@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _attention, _backends, _e4m3
+from . import _attention, _backends, _e4m3, _ops
 from ._plan import LayerPlan
 from ._terms import Terms, hidden
 
@@ -180,11 +179,6 @@ class _Call:
         if known.descales is None:
             raise UnsupportedError("policy 'current' has other descales on each rank: context parallelism needs a plan")
         if isinstance(plan, LayerPlan):
-            if plan.unrounded_delta:
-                raise UnsupportedError(
-                    f"the parts of a shared sequence are joined in PyTorch, and delta is that of the rounded output: set "
-                    f"unrounded_delta of the plan of {plan.name} to False"
-                )
             keys = self.ranks * k.shape[1]
             if plan.positions is not None and keys > plan.positions:
                 raise MismatchError(
@@ -275,7 +269,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_ops.without_second
     def backward(ctx, grad):
         call = ctx.call
         q8, k8, v8, out, lse, *descales = ctx.saved_tensors
@@ -326,7 +320,7 @@ class _Ulysses(torch.autograd.Function):
         return _to_sequence(out, call)
 
     @staticmethod
-    @once_differentiable
+    @_ops.without_second
     def backward(ctx, grad):
         call = ctx.call
         *operands, out, lse, q_descale, k_descale, v_descale = ctx.saved_tensors

@@ -107,6 +107,17 @@ class Units:
         """The units that a module lies in, the nearest first."""
         return self._above.get(module, ())
 
+    def shard(self, module, name):
+        """The part of a sliced parameter that stays here between forwards, or None where that is not known."""
+        parameter = module._parameters.get(name)
+        if is_dtensor(parameter):
+            return local(parameter)
+        if parameter is not None and is_partitioned(parameter):
+            return getattr(parameter, "ds_tensor", None)
+        wrapper = next(filter(_is_wrapper, self.above(module)), None)
+        handle = getattr(wrapper, "_handle", None)
+        return None if handle is None else getattr(handle.flat_param, "_local_shard", None)
+
     def flattened(self, module):
         """Names, shapes and types of the module's parameters that were flattened."""
         return {name: place for (owner, name), place in self._flat.items() if owner is module}

@@ -201,6 +201,15 @@ class Sources:
         """Whether any of it is a module's own."""
         return any(holder is not None for holder, *_ in self._held)
 
+    def moved(self):
+        """Whether a tensor was replaced by another or given other memory: what of :meth:`unchanged` is cheap enough to be
+        asked in every forward."""
+        return any(
+            (holder is not None and holder.get(key) is not held)
+            or (place is not None and not _distributed.is_dtensor(held) and held.data_ptr() != place[0])
+            for holder, key, held, place in self._held
+        )
+
     def unchanged(self):
         """Whether all of it is where it was."""
         return all(

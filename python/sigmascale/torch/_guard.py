@@ -42,7 +42,7 @@ class Guard:
     ...     if guard.step(loss, norm):
     ...         optimizer.step()
     ...     optimizer.zero_grad()
-    ...     runtime.refresh()
+    ...     runtime.refresh()                       # unless attach() was given the optimizer
 
     The rules:
 
@@ -195,6 +195,9 @@ class Guard:
             with contextlib.suppress(RuntimeError):
                 self.scaler.unscale_(self.optimizer)
         self.optimizer.zero_grad()
+        if self.runtime._following:
+            # No step of the optimizer ends this one.
+            self.runtime._refresh(ends_step=True)
         self.skipped = True
         return False
 

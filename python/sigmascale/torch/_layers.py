@@ -365,6 +365,12 @@ class Layers:
                 places[name.removeprefix(f"{layer.name}.")] = place
         return places
 
+    def shards(self, index):
+        """What of a sliced layer's parameters stays here between forwards."""
+        places = self._places(index).values()
+        shards = (self.units.shard(place.owner, place.name) for place in places if place.sliced)
+        return [shard for shard in shards if shard is not None]
+
     def unit(self, index):
         """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up
         again by then, each with their owners and names."""

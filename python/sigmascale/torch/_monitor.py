@@ -59,8 +59,9 @@ class Monitor:
     from a CUDA graph have neither sampled rows nor ``saturated``, nor has compiled code that copies its telemetry.
     ``rows=0`` samples nothing.
 
-    The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are
-    written then. ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
+    What is on a device is read in every ``every``-th step, in one copy, which the next step waits for: layer lines, their
+    alarms, and step lines with values on the device then reach the file and ``alarms``. On a CPU they do at once.
+    ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
     which makes a writer next to the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
     ``path=None`` writes no file.
 
@@ -123,8 +124,9 @@ class Monitor:
         self._sinks = _sinks.opened(sinks, None if path is None else os.fspath(path))
         self._watch = _alarms.Alarms(run, thresholds)
         self._lines = _Lines(_record.Record(path, run, resume))
-        self._window, self._samples, self._awaited = _window.Window(runtime), {}, set()
-        self._sampling = False
+        self._window, self._awaited = _window.Window(runtime), set()
+        # Of the step of the next layer lines: calls to be measured, what those show that were measured, and the rows of lengths.
+        self._taken, self._measured, self._places, self._sampling = {}, [], {}, False
         watched = []
         if self.rows:
             reference = weakref.ref(self)
@@ -136,7 +138,7 @@ class Monitor:
 
     def _prepare(self):
         """Begins to sample if the next step has layer lines."""
-        self._samples = {}
+        self._taken, self._measured, self._places = {}, [], {}
         self._sampling = self.rows > 0 and self.next_step % self.every == 0
         if self._awaited:
             _calls.unobserve_backwards(self._awaited)
@@ -145,15 +147,28 @@ class Monitor:
     def _call(self, index, lse, saves):
         """A call of a layer."""
         capturing = lse.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._sampling and saves and not capturing and index not in self._samples:
+        if self._sampling and saves and not capturing and not self._has_sample(index):
             backward = functools.partial(_saw_backward, weakref.ref(self), index)
             self._awaited.add(backward)
             _calls.observe_backward(lse, backward)
 
-    def _backward(self, index, grad, operands, descales, out, terms):
-        if self._sampling and index not in self._samples:
-            turn = self.next_step // self.every
-            self._samples[index] = _samples.sample(grad, operands, descales, out, terms, self.rows, turn)
+    def _has_sample(self, index):
+        return index in self._taken or any(index in indices for indices, _ in self._measured)
+
+    def _backward(self, index, grad, operands, descales, out, terms, residual):
+        if not self._sampling or self._has_sample(index):
+            return
+        turn, length = self.next_step // self.every, grad.shape[1]
+        if length not in self._places:
+            self._places[length] = _samples.places_of(length, self.rows, turn, grad.device)
+        # Measured together with other layers, where there is room to keep it so long.
+        self._taken[index] = _samples.take(grad, operands, descales, out, terms, self._places[length], turn, residual)
+        if sum(taken.bytes for taken in self._taken.values()) > _samples.KEPT_BYTES:
+            self._measure()
+
+    def _measure(self):
+        self._measured += _samples.measure(self._taken)
+        self._taken = {}
 
     def step(
         self,
@@ -170,59 +185,78 @@ class Monitor:
         ``close()``.
         """
         self._check_open()
+        self._finish()
         row = {"kind": "step", "step": self.next_step}
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale}
         row |= {key: _value(key, value) for key, value in values.items() if value is not None}
         if skipped:
             row["skipped"] = True
         self._lines.pending.append(row)
-        layers = []
-        if self.next_step % self.every == 0:
-            layers = self._layers(row)
+        records = self.next_step % self.every == 0
+        if records:
+            self._lines.awaited = self._layers(row)
         elif not self._lines.tensors():
             self._lines.flush()
         self.next_step += 1
         self._prepare()
-        self._tell(row, layers)
+        if not records:
+            self._tell(row, [])
+        elif self.runtime.device.type == "cpu":
+            self._finish()
+
+    def _finish(self):
+        """Writes and tells layer lines that were on their way from the device."""
+        row, layers = self._lines.arrived()
+        if layers:
+            self.latest = {layer["layer"]: layer for layer in layers}
+            self._tell(row, layers)
 
     def _layers(self, row):
-        """Writes the lines of all layers."""
+        """Starts to read what the lines of all layers hold. Returns a function that waits for it: the lines, with the one of
+        their step, and values of the lines that wait."""
         runtime = self.runtime
         if runtime._tensors is None:
             raise SigmascaleError("the model was deleted: make a runtime and a monitor of the model that is in use")
-        norms = dict(zip(runtime._resident, _norms.query_norms(runtime._tensors)))
+        norms = _norms.query_norms(runtime._tensors)
         certified = runtime.logits is not None and runtime._estimates is None
-        bounds, sigmas = [runtime.logits] if certified else [], {}
-        if certified:
-            every = zip(runtime._resident, map(_norms.interaction_norms, runtime._tensors))
-            sigmas = {index: sigma for index, sigma in every if sigma is not None}
-        pending = self._lines.tensors()
-        moved = [tensor.to(runtime.device) for tensor in pending]
-        rows, values = self._window.take(*bounds, *norms.values(), *sigmas.values(), *self._samples.values(), *moved)
-        bounds = values[: len(bounds)]
-        norms = dict(zip(norms, values[len(bounds) :]))
-        sigmas = dict(zip(sigmas, values[len(bounds) + len(norms) :]))
-        samples = dict(zip(self._samples, values[len(bounds) + len(norms) + len(sigmas) :]))
-        self._lines.flush([float(value) for value in values[len(values) - len(moved) :]])
-        layers = []
-        for plan, number, found in zip(runtime.layers, self._numbers, rows):
-            columns = {}
-            if bounds:
-                rope, bound = bounds[0][plan.index, : plan.n_q_heads, [0, 2]]
-                if plan.index in sigmas:
-                    columns["sigma"] = sigmas[plan.index]
-                # Where q and k are normalised there is no sigma.
-                columns |= ({"sigma_rope": rope} if rope.any() else {}) | {"bound": bound}
-            if plan.index in norms:
-                columns["w_q"] = norms[plan.index]
-            sampled = dict(zip(_samples.NAMES, samples[plan.index])) if plan.index in samples else {}
-            columns |= sampled | found
-            layer = {"kind": "layer", "step": row["step"], "layer": number}
-            layer |= {name: _written(name, values) for name, values in columns.items()}
-            self._lines.record.write(layer)
-            layers.append(layer)
-        self.latest = {layer["layer"]: layer for layer in layers}
-        return layers
+        bounds = [runtime.logits] if certified else []
+        sigmas = _norms.interaction_norms(runtime._tensors) if certified else {}
+        self._measure()
+        samples, pending = [values for _, values in self._measured], self._lines.tensors()
+        kind = torch.float64 if any(tensor.dtype == torch.float64 for tensor in pending) else torch.float32
+        moved = [torch.stack([tensor.to(runtime.device, kind) for tensor in pending])] if pending else []
+        finish = self._window.start(*bounds, *norms, *sigmas.values(), *samples, *moved)
+        of_sample = {index: place for place, (indices, _) in enumerate(self._measured) for index in indices}
+        orders = [list(indices) for indices, _ in self._measured]
+        plans, numbers, resident = runtime.layers, self._numbers, list(runtime._resident)
+        of_sigma = [resident[place] for place in sigmas]
+
+        def lines():
+            rows, values = finish()
+            values = iter(values)
+            (bound,) = [next(values) for _ in bounds] or [None]
+            norm = dict(zip(resident, [next(values) for _ in norms]))
+            sigma = dict(zip(of_sigma, [next(values) for _ in of_sigma]))
+            sampled, layers = [next(values) for _ in samples], []
+            for plan, number, found in zip(plans, numbers, rows):
+                columns = {}
+                if bound is not None:
+                    rope, largest = bound[plan.index, : plan.n_q_heads, [0, 2]]
+                    if plan.index in sigma:
+                        columns["sigma"] = sigma[plan.index]
+                    # Where q and k are normalised there is no sigma.
+                    columns |= ({"sigma_rope": rope} if rope.any() else {}) | {"bound": largest}
+                if plan.index in norm:
+                    columns["w_q"] = norm[plan.index]
+                if plan.index in of_sample:
+                    place = of_sample[plan.index]
+                    columns |= dict(zip(_samples.NAMES, sampled[place][orders[place].index(plan.index)]))
+                layer = {"kind": "layer", "step": row["step"], "layer": number}
+                layer |= {name: _written(name, values) for name, values in (columns | found).items()}
+                layers.append(layer)
+            return row, layers, [float(value) for value in (next(values) if moved else ())]
+
+        return lines
 
     def _tell(self, row, layers):
         """Sinks and alarms."""
@@ -236,13 +270,15 @@ class Monitor:
                 self.on_alarm(event)
 
     def diagnosis(self) -> dict[str, Any]:
-        """The alarms so far: a dict of ``up`` (those that are raised now), ``first`` (that of the head that was out of
+        """The alarms so far, with those of layer lines that are on their way, which it waits for: a dict of ``up`` (those that are raised now), ``first`` (that of the head that was out of
         order first, or None) and ``advice`` (what to do), as :func:`sigmascale.diagnose` has them."""
+        self._finish()
         return self._watch.state()
 
     def event(self, name: str, message: str = "", layer: int | None = None, head: int | None = None) -> None:
         """Writes an ``event`` line of the current step."""
         self._check_open()
+        self._finish()
         row = {"kind": "event", "step": self.next_step, "name": str(name)}
         row |= {} if layer is None else {"layer": whole("layer", layer)}
         row |= {} if head is None else {"head": whole("head", head)}
@@ -254,6 +290,8 @@ class Monitor:
 
     def close(self) -> None:
         """Writes what is pending and ends the recording. So does the end of the process."""
+        if self._end.alive:
+            self._finish()
         self._end()
 
     def __enter__(self) -> Self:
@@ -271,6 +309,19 @@ class _Lines:
 
     def __init__(self, record):
         self.record, self.pending, self._told = record, [], []
+        # What waits for layer lines that are on their way.
+        self.awaited = None
+
+    def arrived(self):
+        """Writes these layer lines, and the step lines up to theirs; returns the line of their step, and them."""
+        if self.awaited is None:
+            return None, []
+        lines, self.awaited = self.awaited, None
+        row, layers, values = lines()
+        self.flush(values)
+        for layer in layers:
+            self.record.write(layer)
+        return row, layers
 
     def tensors(self):
         """Values that are still tensors."""
@@ -310,6 +361,7 @@ def _close(lines, window, watched, sinks):
         _calls.unobserve(layer, observer)
     window.close()
     try:
+        lines.arrived()
         lines.flush()
     finally:
         lines.record.close()

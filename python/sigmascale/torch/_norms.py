@@ -18,49 +18,75 @@ def query_norms(layers):
     0.1 % more. Rounding: the product of d columns errs by at most d u |W|_F^2 <= d r u lambda, a squaring by 2 r^2 u,
     and the 2^-i-th root shrinks that of G_i. All of it is added.
     """
-    grams = [_grams(layer) for layer in layers]
-    # The squarings of all layers together: they are many small kernels.
     found = [None] * len(layers)
-    alike = {}
-    for i, gram in enumerate(grams):
-        alike.setdefault((gram.shape[1], gram.device), []).append(i)
-    for places in alike.values():
-        roots = _largest(torch.cat([grams[i] for i in places])).sqrt()
-        for i, root in zip(places, roots.split([layers[i].n_q_heads for i in places])):
-            d = layers[i].d_head
-            found[i] = root * (1 + (d * layers[i].q.shape[1] + 4 * d * d + 64) * 2.0**-52)
+    for (d, columns, *_), places in _alike(layers).items():
+        alike = [layers[place] for place in places]
+        roots = _largest(_grams(alike)).sqrt() * (1 + (d * columns + 4 * d * d + 64) * 2.0**-52)
+        for place, root in zip(places, roots.split([layer.n_q_heads for layer in alike])):
+            found[place] = root
     return found
 
 
 @torch.no_grad()
-def interaction_norms(layer):
+def interaction_norms(layers):
     """Upper bounds on the norms of W_Q^T W_K of each query head without rotation, with the norm's gain and without its mean, up to
-    rounding: f64 ``(n_q_heads,)`` on the weight's device, without waiting for it. None where q and k are normalized.
+    rounding: f64 ``(n_q_heads,)`` on the weight's device, without waiting for it, by the place of the layer. Without those where
+    q and k are normalized.
 
     They are the roots of the largest eigenvalues of G_Q G_K, a product that is not symmetric: a power of it is as large as its
     largest eigenvalue's, times at most the root of the condition number of G_K, which 14 squarings make negligible.
     """
-    if layer.q_norm is not None or layer.latent is not None:
-        return None
-    keys = _grams(layer, 1, True).repeat_interleave(layer.n_q_heads // layer.n_kv_heads, dim=0)
-    return _largest(_grams(layer, 0, True) @ keys, 14).sqrt()
+    found = {}
+    for places in _alike(layers).values():
+        places = [place for place in places if layers[place].q_norm is None and layers[place].latent is None]
+        if not places:
+            continue
+        alike = [layers[place] for place in places]
+        counts = [layer.n_q_heads for layer in alike]
+        keys = _grams(alike, 1, True).split([layer.n_kv_heads for layer in alike])
+        keys = torch.cat([x.repeat_interleave(n // x.shape[0], dim=0) for x, n in zip(keys, counts)])
+        roots = _largest(_grams(alike, 0, True) @ keys, 14).sqrt()
+        found |= dict(zip(places, roots.split(counts)))
+    return found
 
 
-def _grams(layer, which=0, effective=False):
-    """W W^T of each head of q (0) or k (1) in f64, ``(heads, d_head, d_head)``; ``effective``: as the norm in front makes W."""
-    weight, heads = ((layer.q, layer.n_q_heads), (layer.k, layer.n_kv_heads))[which]
-    weight, d = weight.detach(), layer.d_head
-    starts = range(0, heads * d, d) if layer.heads is None else layer.heads[which]
-    step = max(1, _BYTES // (8 * d * weight.shape[1]))
-    grams = []
-    for first in range(0, heads, step):
-        rows = torch.stack([weight[start : start + d] for start in starts[first : first + step]]).double()
-        if effective and layer.gain is not None:
-            rows = rows * (layer.gain.detach().double() + layer.gain_offset)
-        if effective and layer.norm == "layer":
+def _alike(layers):
+    """Places of layers by their form: those of one form are computed together, since squarings are many small kernels."""
+    alike = {}
+    for place, layer in enumerate(layers):
+        types = layer.q.dtype, layer.k.dtype, layer.q.device
+        form = layer.d_head, layer.q.shape[1], *types, layer.norm, layer.gain is None, layer.q_norm is None
+        alike.setdefault(form, []).append(place)
+    return alike
+
+
+def _grams(layers, which=0, effective=False):
+    """W W^T of each head of q (0) or k (1) of layers of one form in f64, ``(heads of all layers, d_head, d_head)``;
+    ``effective``: as the norm in front makes W."""
+    weights = [_by_head(layer, which) for layer in layers]
+    gains = None
+    if effective and layers[0].gain is not None:
+        rows = [(layer.gain.detach().double() + layer.gain_offset)[None, None] for layer in layers]
+        gains = torch.cat([row.expand(x.shape[0], -1, -1) for row, x in zip(rows, weights)])
+    weights = torch.cat(weights)
+    step, grams = max(1, _BYTES // (8 * weights.shape[1] * weights.shape[2])), []
+    for first in range(0, weights.shape[0], step):
+        rows = weights[first : first + step].double()
+        if gains is not None:
+            rows = rows * gains[first : first + step]
+        if effective and layers[0].norm == "layer":
             rows = rows - rows.mean(dim=2, keepdim=True)
         grams.append(rows @ rows.transpose(1, 2))
     return torch.cat(grams)
+
+
+def _by_head(layer, which):
+    """The weight of q (0) or k (1), ``(heads, d_head, d_model)``."""
+    weight, heads = ((layer.q, layer.n_q_heads), (layer.k, layer.n_kv_heads))[which]
+    weight, d = weight.detach(), layer.d_head
+    if layer.heads is None:
+        return weight.unflatten(0, (heads, d))
+    return torch.stack([weight[start : start + d] for start in layer.heads[which]])
 
 
 def _largest(gram, squarings=None):

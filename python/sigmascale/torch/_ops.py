@@ -12,10 +12,10 @@ Gradients pass through the casts unchanged (straight-through); those of the sink
 """
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .._errors import UnsupportedError
 from . import _backends, _calls, _distributed, _telemetry, _terms
@@ -88,21 +88,24 @@ def _report(words, called, n_q):
     called.data.zero_()
 
 
-# The backends that keep more than the operands.
-_KEEPERS = {_terms.FP8_DQ: ("native",), _terms.UNROUNDED_DELTA: ("native", "emulated")}
+# The backends that tell what the rounding of the output takes.
+_EXACT = ("native", "emulated")
 
 
 def _forward(q, k, v, descales, terms, backend, label, words, rope=None):
     _distributed.refuse_context_parallel()
     chosen, why = _backends.choose(backend, q, v, terms)
-    if chosen.name not in _KEEPERS.get(terms.keeps, (chosen.name,)):
+    if terms.keeps == _terms.FP8_DQ and chosen.name != "native":
         raise UnsupportedError(
             f"gradients={terms.keeps!r} is for this package's kernels, and {chosen.name} takes this call: leave it out"
         )
     row_max, residual = _row_max(q, terms), _residual(q, v, terms)
     beside = {"row_max": row_max} if row_max.numel() else {}
-    if residual.numel():
+    if residual.numel() and chosen.name in _EXACT:
         beside["residual"] = residual
+    elif residual.numel():
+        # `auto` took a library, whose delta is that of its output.
+        residual.zero_()
     if rope is not None:
         beside["rope"] = rope
     with _in_full(chosen, q.device):
@@ -158,6 +161,27 @@ def _backward_shapes(grad, q8, k8, v8, row_max, residual, q_descale, k_descale, 
     return (*grads, grad.new_empty(0 if sinks is None else sinks.shape, dtype=torch.float32))
 
 
+def without_second(backward):
+    """Makes gradients of what ``backward`` returns raise an exception: casts are no functions that have any. PyTorch's
+    once_differentiable drops them in silence where the gradient of the output needs none, as that of a sum."""
+
+    @functools.wraps(backward)
+    def once(ctx, *grads):
+        again = torch.is_grad_enabled()
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not again:
+            return found
+        error = torch._C._functions.DelayedError(
+            "FP8 attention has no gradients of gradients: for penalties on gradients, Hessians and the like run the model in BF16, "
+            "as by model.set_attn_implementation('sdpa')",
+            len(found),
+        )
+        return error(*(None if x is None else x.detach().requires_grad_() for x in found))
+
+    return once
+
+
 class _Differentiable(torch.autograd.Function):
     """``sinks`` are those of the terms: autograd follows tensors that it is given as arguments."""
 
@@ -181,9 +205,8 @@ class _Differentiable(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return result
 
-    # The casts are no functions that could be differentiated again.
     @staticmethod
-    @once_differentiable
+    @without_second
     def backward(ctx, grad, *_):
         if grad is None:
             return (*(None for _ in ctx.types), None)

@@ -32,6 +32,7 @@ class Plans(Protocol):
     descales: torch.Tensor
     words: torch.Tensor
     logit_descales: torch.Tensor | None
+    _model: weakref.ref[torch.nn.Module]
 
 
 class LayerPlan:
@@ -48,8 +49,6 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
-    # Whether gradients take delta from the output before its rounding; the caller sets it (`attention`).
-    unrounded_delta: bool = False
     # c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others (`attention`). The
     # descales cover keys and values with them and without.
     centers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -83,6 +82,12 @@ class LayerPlan:
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
         for tensor in (runtime.descales, runtime.words, self._rows, self.words):
             _tell_compiler(tensor)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode, where a forward without gradients can be that of a checkpoint."""
+        model = self.runtime._model()
+        return model is not None and model.training
 
     @property
     def reported(self) -> torch.Tensor | None:
@@ -168,9 +173,14 @@ def give_plan(module, plan):
     setattr(module, _Plans.name, _Plans([*alive, plan]))
 
 
+def plans_of(module):
+    """The plans of a module, the latest last."""
+    return getattr(module, _Plans.name, ())
+
+
 def plan_of_module(module):
     """The latest plan of a module whose runtime is alive."""
-    for plan in reversed(getattr(module, _Plans.name, ())):
+    for plan in reversed(plans_of(module)):
         if plan._runtime() is not None:
             return plan
     raise ArgumentError(

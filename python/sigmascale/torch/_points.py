@@ -43,6 +43,7 @@ class Point:
                 _put(tensor, saved)
         if self._store is not None:
             self._store[1](self._token)
+            runtime._mark()
             return
         for name, saved in self._weights.items():
             _put(weights[name], saved)
@@ -56,6 +57,7 @@ class Point:
                 optimizer.state.pop(parameter, None)
             else:
                 optimizer.state[parameter] = _put(optimizer.state.get(parameter), saved)
+        runtime._mark()
 
     def check(self, runtime, optimizer):
         """Raises an exception where model or optimizer are not those of the point."""

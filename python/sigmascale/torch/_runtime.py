@@ -15,8 +15,20 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _calls, _distributed, _engine, _estimates, _heads, _layers, _saved, _telemetry
-from ._plan import LayerPlan, give_plan, refuse_copies
+from . import (
+    _backends,
+    _calls,
+    _distributed,
+    _engine,
+    _estimates,
+    _following,
+    _heads,
+    _layers,
+    _saved,
+    _telemetry,
+    _weights,
+)
+from ._plan import LayerPlan, give_plan, plans_of, refuse_copies
 from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
 if TYPE_CHECKING:
@@ -79,6 +91,9 @@ class Runtime:
         telemetry: Telemetry = "full",
         estimator: Estimator = "gram",
         logits: Literal["e4m3"] | None = None,
+        *,
+        optimizer: Any = None,
+        strict: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -109,6 +124,7 @@ class Runtime:
             raise ArgumentError(f"fallback {fallback!r} must be 'bf16' or None")
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
+        optimizers = _following.checked(optimizer, model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
         self.estimator = estimator
         # Nothing is reduced before the first call: attach() communicates nothing.
@@ -120,7 +136,7 @@ class Runtime:
         # Engines whose launches are in somebody's CUDA graph, with the weights that they read: a replay reaches both.
         self._captured = []
         self.before_refresh, self.after_refresh = [], []
-        self._warned_of_dropout = False
+        self._warned_of_dropout, self._strict = False, strict
         known = _layers.Layers(model, self._given)
         found = known.at_rest
         self.device, self._q_heads = known.device(), known.q_heads
@@ -153,7 +169,17 @@ class Runtime:
         self._bind(known)
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
-        self.refresh()
+        # What is to be said once: of layers that run elsewhere, and of weights that are not those of the scales.
+        self._unsaid = {"elsewhere", "weights"}
+        # Whether its scales are for another library's attention.
+        self._serves_others = False
+        self._ran = _following.Ran(weakref.WeakMethod(self._say_elsewhere))
+        _calls.follow(self.layers[0].key, _following.Detached(weakref.WeakMethod(self._look_at_weights)))
+        self._hooks_for_good = [model.register_forward_hook(self._ran).remove]
+        self._following = _following.Following(self, model, optimizers)
+        self._hooks_for_good.append(self._following.close)
+        weakref.finalize(self, _undo, self._hooks_for_good)
+        self._refresh(ends_step=True)
         # That was no step.
         self._count(0)
         self._group = group
@@ -244,6 +270,11 @@ class Runtime:
         self._places, self._resident, self._sliced = layers.places(), layers.resident, layers.sliced
         self._sources = _engine.Sources(resident, None if self._given is None else self._model())
         self._owned = self._sources.owned
+        # Where calls make their own scales, those of the weights are no concern.
+        named = [(layer.name, tensor) for layer in resident for tensor in layer.tensors().values()]
+        named += [(layers.at_rest[index].name, shard) for index in self._sliced for shard in layers.shards(index)]
+        self._weights = None if self._policy.per_call else _weights.Weights(named, self._sources.moved, self.device)
+        self._marked = False
         self._dropouts = [(layer.name, layer.dropout) for layer in layers.at_rest if layer.dropout is not None]
 
     def _compute(self, layers, indices, kept, always=False):
@@ -280,9 +311,66 @@ class Runtime:
                     f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so "
                     "values can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
                     RuntimeWarning,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 return
+
+    def _elsewhere(self):
+        """Names of the layers without a call, once the model has run. Calls by another runtime's plan of a module count."""
+        if not self._ran.ran or self._serves_others:
+            return []
+        called = {plan for module, plan in self._modules.items() if any(_calls.reached(x.key) for x in plans_of(module))}
+        return [plan.name for plan in self.layers if plan not in called and not _calls.reached(plan.key)]
+
+    def _say_elsewhere(self):
+        """After the first forward, where layers ran without this package."""
+        if self._ran.ran and "elsewhere" in self._unsaid:
+            self._unsaid.discard("elsewhere")
+            if names := self._elsewhere():
+                self._say(self._of_elsewhere(names))
+
+    def _of_elsewhere(self, names):
+        return (
+            f"{_listed(names)} of {len(self.layers)} made no attention call through sigmascale in the forward, and ran without "
+            "FP8: call model.set_attn_implementation(sigmascale.torch.register()) for a Hugging Face model, use "
+            "sigmascale.torch.patched(runtime) for modules that call F.scaled_dot_product_attention, or call "
+            "sigmascale.torch.attention with runtime.layers[i] there"
+        )
+
+    def _look_at_weights(self):
+        """Follows the first layer's calls: whether the weights are those that the scales were computed from."""
+        weights = self._weights
+        if weights is None or "weights" not in self._unsaid or _distributed.recomputing():
+            return
+        if self._marked and not weights.due():
+            return
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            if not self._marked:
+                # FSDP has made whole by now what the scales of this forward are computed from.
+                self._mark()
+            elif weights.look():
+                if not self._strict:
+                    self._unsaid.discard("weights")
+                self._say(self._of_weights())
+
+    def _mark(self):
+        if self._weights is not None:
+            self._weights.mark()
+            self._marked = True
+
+    def _of_weights(self):
+        remedy = "give the optimizer, as in attach(model, optimizer=optimizer), or call runtime.refresh() after every optimizer.step()"
+        if self._following:
+            remedy = "call runtime.refresh() after every write to them other than optimizer.step() and load_state_dict()"
+        return (
+            f"the weights of {_listed(self._weights.names())} have changed since their FP8 scales were computed, so values can be "
+            f"out of range: {remedy}"
+        )
+
+    def _say(self, message):
+        if self._strict:
+            raise SigmascaleError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _written(self):
         """The tensors that plans are made in."""
@@ -324,7 +412,7 @@ class Runtime:
                 "weights have moved since refresh() was captured in a CUDA graph, whose replays read the memory from before: "
                 "capture again",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._bind(layers)
 
@@ -335,36 +423,49 @@ class Runtime:
         gathered; no rank waits for another. ``now=True`` unshards them here (``fully_shard`` only): all ranks must call
         it.
 
-        Call it after an optimizer step or a weight sync, not between a forward and its backward. After the first call
+        Call it after an optimizer step or a weight sync, not between a forward and its backward. Where :func:`attach` was
+        given the optimizer, its steps do it, and each ends a step of the statistics; a call then only computes the scales
+        of weights that were written by other means. After the first call
         it neither synchronizes the host nor allocates device memory, so it can be captured in a CUDA graph and
         replayed. Weights that have moved are found again. Graphs captured earlier keep using the old weights, which
         stay allocated for them, and a RuntimeWarning says so. Raises :class:`SigmascaleError` if the model is gone, its
         weights were replaced, or another thread is in here; :class:`ArgumentError` if they have left the device.
         """
+        self._refresh(ends_step=not self._following, now=now)
+
+    def _refresh(self, ends_step, now=False):
+        """``ends_step``: what calls reported is planned from and dropped."""
         if not self._lock.acquire(blocking=False):
             raise SigmascaleError("refresh() is running in another thread: call it from one thread at a time")
         try:
             with torch.inference_mode(False), torch.no_grad(), self._on_device():
                 self._check()
                 self._warn_of_dropout()
-                for work in self.before_refresh:
-                    work(self)
+                self._say_elsewhere()
+                if ends_step:
+                    for work in self.before_refresh:
+                        work(self)
                 stream = self._stream()
                 if self._capturing():
                     self._keep_for_replays()
-                self.start_reduction()
-                self._finish_reduction()
-                self._policy.observe(self, stream)
+                if ends_step:
+                    self.start_reduction()
+                    self._finish_reduction()
+                    self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
                 if self.logits is not None and self.logit_descales is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._resident if from_weights else None)
-                self.words.zero_()
-                for plan in self.layers:
-                    _calls.clear(plan.key)
-                self._count(self._steps + 1)
+                if ends_step:
+                    self.words.zero_()
+                    for plan in self.layers:
+                        _calls.clear(plan.key)
+                    self._count(self._steps + 1)
+                self._marked = False
+                if not (self._targets and self._sliced):
+                    self._mark()
                 if self._targets and self._sliced:
                     self._due |= self._sliced
                     for index in self._sliced:
@@ -373,6 +474,7 @@ class Runtime:
                     torch.autograd.graph.increment_version(self.descales)
                     if now:
                         _distributed.compute_now(self._layers(), self._compute)
+                        self._mark()
                 for work in self.after_refresh:
                     work(self)
         finally:
@@ -435,13 +537,19 @@ class Runtime:
         return self._estimates.report(logits)
 
     def check(self) -> None:
-        """Raises :class:`NonFiniteError` if the last refresh met weights or bounds that are not finite. Waits."""
+        """Raises an exception if the scales are not to be relied on; waits for the device. :class:`NonFiniteError`: the last
+        refresh met weights or bounds that are not finite. :class:`SigmascaleError`: the weights are not those of the last
+        refresh, or the model has run and layers made no call through this package."""
         status = 0 if self._engine is None else self._engine.status() & 3
         bad = (~torch.isfinite(self.descales)).any(dim=2).any(dim=1).nonzero().flatten().tolist()
         if status or bad:
             raise NonFiniteError(
                 f"weights or bounds are not finite in layers {bad or 'unknown'}: the plan is not usable"
             )
+        if self._weights is not None and self._marked and self._weights.differ():
+            raise SigmascaleError(self._of_weights())
+        if names := self._elsewhere():
+            raise SigmascaleError(self._of_elsewhere(names))
 
     def state_dict(self) -> dict[str, Any]:
         """All that later plans depend on, apart from the weights: a dict of plain values and one tensor.
@@ -484,8 +592,20 @@ def _shape(found):
 def _release(reference):
     runtime = reference()
     if runtime is not None:
-        runtime._tensors = runtime._sources = runtime._engine = None
+        runtime._tensors = runtime._sources = runtime._engine = runtime._weights = None
         _remove(runtime._hooks)
+        _undo(runtime._hooks_for_good)
+
+
+def _listed(names):
+    """A few of them, for a message."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} other layers"
+
+
+def _undo(steps):
+    while steps:
+        steps.pop()()
 
 
 def _remove(hooks):

@@ -10,6 +10,8 @@ import torch
 # What a forward keeps for a backward: nothing; q, k and v in E4M3; beside them the logarithm of each row's largest P, for dQ by a
 # product in FP8; or what the rounding of the output took, for delta of the output before it.
 NOTHING, OPERANDS, FP8_DQ, UNROUNDED_DELTA = "nothing", "operands", "fp8-dq", "unrounded-delta"
+# What a caller asks for to have delta of the stored output, with OPERANDS.
+ROUNDED_DELTA = "rounded-delta"
 
 _CHECK = os.environ.get("SIGMASCALE_CHECK", "0") == "1"
 

@@ -20,7 +20,7 @@ Estimator: TypeAlias = Literal["gram", "power", "power-summed"]
 Backend: TypeAlias = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 Fallback: TypeAlias = Literal["bf16"] | None
 # How the backward computes dQ, where not as usual.
-Gradients: TypeAlias = Literal["fp8-dq", "unrounded-delta"] | None
+Gradients: TypeAlias = Literal["fp8-dq", "rounded-delta"] | None
 Telemetry: TypeAlias = Literal["full", "off"] | int
 Layers: TypeAlias = Sequence[Layer | Callable[[], Layer]]
 Group: TypeAlias = torch.distributed.ProcessGroup | None

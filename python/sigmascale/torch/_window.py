@@ -1,6 +1,7 @@
 """What attention calls reported over many refreshes, kept on the device until it is read."""
 
 import functools
+import math
 import weakref
 
 import numpy as np
@@ -61,10 +62,14 @@ class Window:
             peaks = torch.where(new[..., 0], amax / (MAX * descales), 0.0)
             torch.maximum(self._peaks, peaks, out=self._peaks)
 
-    @torch.no_grad()
     def take(self, *others):
-        """A dict of NumPy arrays ``(n_q_heads,)`` for each layer, and the values of ``others``, device tensors, all in
-        one copy to the host. Then the window is empty.
+        """What :meth:`start` gives; waits for the device."""
+        return self.start(*others)()
+
+    @torch.no_grad()
+    def start(self, *others):
+        """Empties the window, and returns a function that waits for its values: a dict of NumPy arrays ``(n_q_heads,)`` for
+        each layer, and the values of ``others``, device tensors, all in one copy to the host.
 
         ``logit_max``: the largest |logit|. ``utilization``: the largest amax / (448 descale) of q, k and v.
         ``saturated``: the share of their values with |x / descale| > 448. What was not reported is left out.
@@ -73,34 +78,58 @@ class Window:
         with torch.inference_mode(False):
             self._fold(runtime)
             self._counted.copy_(_telemetry.unsigned(runtime.words))
-            largest, total, peaks, *values = read(self._largest, self._total, self._peaks, *others)
+            wait = reading(self._largest, self._total, self._peaks, *others)
             for tensor in (self._largest, self._total, self._peaks):
                 tensor.zero_()
-        logits = _telemetry.extremes(torch.from_numpy(largest[..., :2]).long()).numpy()
-        rows = []
-        for plan, counts in zip(runtime.layers, self._values):
-            i, n_q = plan.index, plan.n_q_heads
-            heads = lambda x: _by_query_head(x[i], n_q, plan.n_kv_heads)
-            row = {}
-            extreme = np.abs(logits[i, :n_q]).max(axis=1)
-            if not np.isnan(extreme).all():
-                row["logit_max"] = extreme
-            # Of a call whose operands were in E4M3 already nothing is known.
-            if largest[i, n_q:, 0].any() or total[i, n_q:, 1:].any():
-                if not runtime._policy.per_call:
-                    row["utilization"] = heads(peaks).max(axis=0)
-                if sum(counts):
-                    row["saturated"] = heads(total[..., 1]).sum(axis=0) / sum(counts)
-            rows.append(row)
+        values = [sum(counts) for counts in self._values]
+        for counts in self._values:
             counts[:] = 0, 0, 0
-        return rows, values
+        plans, has_descales = runtime.layers, not runtime._policy.per_call
+
+        def finish():
+            largest, total, peaks, *rest = wait()
+            return _columns(plans, values, has_descales, largest, total, peaks), rest
+
+        return finish
 
 
-def read(*tensors):
-    """Tensors of one device as NumPy arrays of f64, in one copy."""
-    flat = torch.cat([x.detach().double().flatten() for x in tensors]).cpu().numpy()
-    ends = np.cumsum([x.numel() for x in tensors])
-    return [part.reshape(x.shape) for part, x in zip(np.split(flat, ends[:-1]), tensors)]
+def _columns(plans, values, has_descales, largest, total, peaks):
+    """Columns of each layer; ``values``: how many values of a head were cast."""
+    logits = _telemetry.extremes(torch.from_numpy(largest[..., :2]).long()).numpy()
+    rows = []
+    for plan, count in zip(plans, values):
+        i, n_q = plan.index, plan.n_q_heads
+        heads = lambda x: _by_query_head(x[i], n_q, plan.n_kv_heads)
+        row = {}
+        extreme = np.abs(logits[i, :n_q]).max(axis=1)
+        if not np.isnan(extreme).all():
+            row["logit_max"] = extreme
+        # Of a call whose operands were in E4M3 already nothing is known.
+        if largest[i, n_q:, 0].any() or total[i, n_q:, 1:].any():
+            if has_descales:
+                row["utilization"] = heads(peaks).max(axis=0)
+            if count:
+                row["saturated"] = heads(total[..., 1]).sum(axis=0) / count
+        rows.append(row)
+    return rows
+
+
+def reading(*tensors):
+    """Starts to read tensors of one device in one copy, and returns a function that waits for them as NumPy arrays of f64."""
+    flat = torch.cat([x.detach().double().flatten() for x in tensors])
+    shapes, arrived = [x.shape for x in tensors], None
+    if flat.is_cuda:
+        flat = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait():
+        if arrived is not None:
+            arrived.synchronize()
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        return [part.reshape(shape) for part, shape in zip(np.split(flat.numpy(), ends[:-1]), shapes)]
+
+    return wait
 
 
 def _by_query_head(rows, n_q, n_kv):

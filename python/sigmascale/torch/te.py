@@ -43,6 +43,7 @@ class Scales:
     def __init__(self, runtime: Runtime) -> None:
         self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         self.amax = torch.zeros(len(runtime), 3, device=runtime.device, dtype=torch.float32)
+        runtime._serves_others = True
         runtime.after_refresh.append(self.update)
         self.update(runtime)
 

@@ -177,6 +177,14 @@ class Engine:
         found = {"perplexity": math.exp(-sum(logprobs) / len(logprobs)), "tokens": len(logprobs), "logprobs": logprobs}
         return found | ({"kl": sum(kl) / len(kl), "kl_tokens": len(kl)} if kl else {})
 
+    def time_refresh(self):
+        """Seconds that scales of unchanged weights take: the second time, when engines of scales are there."""
+        for _ in range(2):
+            start = time.monotonic()
+            self.llm.apply_model(refreshed)
+            self.job.values["refresh_s"] = time.monotonic() - start
+        self.job.check("seconds of a refresh", True, f"{self.job.values['refresh_s']:.3f}")
+
     def prefill(self, chunks):
         from vllm import SamplingParams
 
@@ -415,6 +423,7 @@ def plugin(job):
     job.values |= engine.perplexity(against=job.work / f"{job.model.name}.logits")
     job.values["greedy"] = engine.greedy()
     job.check("perplexity", True, f"{job.values['perplexity']:.4f} KL {job.values['kl']:.5f}")
+    engine.time_refresh()
     normed = "gemma3" in job.model.name
     engine.llm.apply_model(functools.partial(grow, factor=4.0))
     job.equal("weights times 4 in place, then refresh", engine.scales(), [{x: row[x] * (1.0 if normed and x != "v" else 4.0) for x in "qkv"} for row in wanted])
@@ -436,6 +445,7 @@ def centered(job):
     job.check("the plugin names the centers", job.said(logging.INFO, f"centers {job.reference['centers']}"), job.log)
     job.values |= engine.perplexity(against=logits)
     job.values["greedy"] = engine.greedy()
+    engine.time_refresh()
     engine.llm.apply_model(functools.partial(fill, rows=[ONES] * len(wanted)))
     job.values["centered-fixed"] = engine.perplexity(against=logits)
     own = job.values["centered-fixed"]

@@ -370,10 +370,11 @@ impl PolicyEngine {
     /// # Errors
     /// `is_argument` if the policy has none, `is_non_finite` if a weight was not finite; otherwise as the device.
     pub fn read_bounds(&self) -> Result<Vec<LayerBounds>> {
-        let (heads, operands) = match (&self.weights, &self.host_bounds) {
-            (Some(engine), _) => (engine.head_bounds(), engine.operand_bounds()),
-            (None, Some((heads, operands))) => (Some(heads), operands),
-            (None, None) => return Err(Error::argument("this policy was made without bounds")),
+        let (heads, operands) = match (&self.weights, &self.estimates, &self.host_bounds) {
+            (Some(engine), ..) => (engine.head_bounds(), engine.operand_bounds()),
+            (_, Some(engine), _) => (engine.head_bounds(), engine.operand_bounds()),
+            (.., Some((heads, operands))) => (Some(heads), operands),
+            _ => return Err(Error::argument("this policy was made without bounds")),
         };
         let heads = heads.ok_or_else(|| Error::cuda("the scale engine was made without logit bounds"))?;
         bound::from_device(&self.spec, &heads.read()?, &operands.read()?, &self.tail)

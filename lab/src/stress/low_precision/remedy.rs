@@ -15,8 +15,8 @@ sigmascale::named! {
         StochasticOutput = "stochastic-output",
         /// P V in f32, the output in BF16, and delta from the output before its rounding.
         ///
-        /// As `attention(.., gradients='unrounded-delta')` takes it in Python: the output itself stays in BF16, and what its rounding took is kept
-        /// in BF16 beside it.
+        /// As `attention` takes it in Python by default: the output itself stays in BF16, and what its rounding took is kept in BF16 beside
+        /// it.
         UnroundedDelta = "unrounded-delta",
         /// delta = rowsum(P dP).
         DeltaFromP = "delta-from-p",
