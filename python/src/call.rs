@@ -7,8 +7,8 @@ use pyo3::sync::PyOnceLock;
 use sigmascale::attention::{AttentionCall, AttentionShape, Keeps, Mask, PvAccumulator, Sequence};
 use sigmascale::cuda::DevicePtr;
 use sigmascale::device::attention::{
-    BackwardOptions, BackwardTensors, Centers, Delta, Descales, DeviceCall, Element, Keys, NewTokens, RowBounds, SavedOperands,
-    SavedRows, Tensors, ValuePages, View,
+    BackwardOptions, BackwardTensors, Centers, Delta, Descales, DeviceCall, Element, Keys, NewTokens, RowBounds,
+    SavedOperands, SavedRows, Tensors, ValuePages, View,
 };
 use sigmascale::device::attention::{Pages as CachePages, Rope as Tables, Sequences as Places};
 use sigmascale::{Error, Result};

@@ -187,13 +187,15 @@ impl kernels::Variant for Variant {
                 let request = Request::new(sources::APPEND, arch).define("HEAD_DIM", d_head).define("INPUT", input);
                 centered(request.define("ROPE", rope).define("BLOCK_N", Split::TILE.keys), center)
             }
-            Self::Pages { d_head, v_rows, telemetry, rolled, center } => centered(over_pages(sources::PAGED, d_head), center)
-                .define("BLOCK_N", Split::TILE.keys)
-                .define("CONSUMERS", Split::TILE.consumers)
-                .define("KV_STAGES", Split::TILE.stages)
-                .define("V_ROWS", u8::from(v_rows))
-                .define("TELEMETRY", u8::from(telemetry))
-                .define("MAINLOOP", Mainloop::Double.of_parts(rolled) as u8),
+            Self::Pages { d_head, v_rows, telemetry, rolled, center } => {
+                centered(over_pages(sources::PAGED, d_head), center)
+                    .define("BLOCK_N", Split::TILE.keys)
+                    .define("CONSUMERS", Split::TILE.consumers)
+                    .define("KV_STAGES", Split::TILE.stages)
+                    .define("V_ROWS", u8::from(v_rows))
+                    .define("TELEMETRY", u8::from(telemetry))
+                    .define("MAINLOOP", Mainloop::Double.of_parts(rolled) as u8)
+            }
             Self::CheckTable => Self::Append { d_head: 128, input: 0, rope: 0, center: false }.request(),
         }
     }
@@ -410,9 +412,12 @@ const CENTER: Features = Features { window: false, varlen: false, soft_cap: fals
 /// The forwards in F16 that keep each row's largest P, or what the rounding of the output took.
 fn keeping(dims: HeadDims) -> Vec<Variant> {
     let mut variants = Vec::new();
-    for (telemetry, features) in
-        [(false, Features::default()), (false, CENTER), (true, EVERY), (true, Features { center: true, sink: false, ..EVERY })]
-    {
+    for (telemetry, features) in [
+        (false, Features::default()),
+        (false, CENTER),
+        (true, EVERY),
+        (true, Features { center: true, sink: false, ..EVERY }),
+    ] {
         for tile in Tile::all(dims, false, PvAccumulator::F16) {
             for kept in [Keeps::Fp8Dq, Keeps::UnroundedDelta] {
                 let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);

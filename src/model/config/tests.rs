@@ -707,7 +707,9 @@ fn query_heads_and_rotated_shares_may_differ_by_layer() {
     };
     assert_eq!((of(0), of(1)), ((16, 8, 128, 64, None), (24, 8, 128, 128, Some(512))));
     let base = |layer: usize| own.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[1];
-    assert!((base(0) - 500_000f64.powf(-1.0 / 32.0)).abs() < 1e-12 && (base(1) - 10_000f64.powf(-1.0 / 64.0)).abs() < 1e-12);
+    assert!(
+        (base(0) - 500_000f64.powf(-1.0 / 32.0)).abs() < 1e-12 && (base(1) - 10_000f64.powf(-1.0 / 64.0)).abs() < 1e-12
+    );
     assert_eq!(laguna("").unwrap().layers[1].n_q_heads, 16);
     let error = laguna(r#","num_attention_heads_per_layer":[16,20]"#).unwrap_err().to_string();
     assert!(error.contains("20 query heads"), "{error}");
