@@ -109,7 +109,9 @@ impl RuntimeConfig {
         self.centers.check()?;
         let Iterations { cold, warm } = self.iterations;
         if cold == 0 || warm == 0 {
-            return Err(Error::argument(format_args!("iterations {cold} cold and {warm} warm: at least 1 of each is needed")));
+            return Err(Error::argument(format_args!(
+                "iterations {cold} cold and {warm} warm: at least 1 of each is needed"
+            )));
         }
         Ok(())
     }
@@ -458,7 +460,8 @@ impl Runtime {
         let mut spectrum = engine.estimate(&geometry, estimator)?;
         self.layers[layer].estimates = spectrum.heads.iter().flatten().filter_map(|head| head.power).collect();
         // Of the sum there is nothing to cover a head with, and the estimate does not know of rotation.
-        let covers = policy.kind() == PolicyKind::Geometry && estimator == Estimator::Power && geometry.rotary.is_none();
+        let covers =
+            policy.kind() == PolicyKind::Geometry && estimator == Estimator::Power && geometry.rotary.is_none();
         let share = tail.delta / self.spec.all_q_heads() as f64;
         for head in spectrum.heads.iter_mut().flatten().filter(|_| covers) {
             let upper = head.power.map(|estimate| estimate.upper(geometry.d_head, share)).transpose()?;

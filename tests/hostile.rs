@@ -240,7 +240,7 @@ fn configs_that_make_no_sense() {
         AttentionSpec::from_config_json(config.to_string().as_bytes(), "some/config.json".as_ref()).unwrap_err()
     };
     let cases = [
-        (json!({"num_attention_heads": 3}), "`num_attention_heads`"),
+        (json!({"num_attention_heads": 3}), "3 heads"),
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "`num_attention_heads`, `num_key_value_heads`"),
         (json!({"head_dim": 12}), "`head_dim`"),
         (json!({"rope_theta": -1e300}), "-1e300"),

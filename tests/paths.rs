@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 /// Sources of other projects, and patterns.
 const ELSEWHERE: &[&str] = &[
     "mistral.rs",
+    "model_loader/weight_utils.py",
     "mistralrs-core/src/paged_attention/scales.rs",
     "algorithms/grpo.py",
     "backends/fsdp_utils/update_weight_utils.py",

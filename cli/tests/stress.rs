@@ -403,7 +403,11 @@ fn an_estimator_is_one_word() {
         assert_eq!(estimated["estimator"], name);
         let notes = estimated["notes"].to_string();
         assert!(notes.contains("no guarantee") && !gram["notes"].to_string().contains("no guarantee"), "{notes}");
-        assert!((0..9).all(|step| descale(estimated, "geometry-c-star", step) <= descale(estimated, "geometry-c-star", step + 1)));
+        assert!(
+            (0..9)
+                .all(|step| descale(estimated, "geometry-c-star", step)
+                    <= descale(estimated, "geometry-c-star", step + 1))
+        );
         assert!(descale(estimated, "geometry-c-star", 9) > descale(estimated, "geometry-c-star", 0));
         let spike = descale(estimated, "geometry-c-star", 10) / descale(estimated, "geometry-c-star", 9);
         assert!((15.9..17.0).contains(&spike), "{spike}");

@@ -111,7 +111,18 @@ fn bits_do_not_depend_on_the_number_of_threads() {
 fn a_model_that_is_trained_first_is_loaded() {
     let run = |scenario: &str, steps: &str| -> serde_json::Value {
         let output = Command::new(env!("CARGO_BIN_EXE_sigmascale"))
-            .args(["stress", scenario, "--model", "tiny-gpt2-train", "--seq-len", "32", "--steps", steps, "--mode", "logit"])
+            .args([
+                "stress",
+                scenario,
+                "--model",
+                "tiny-gpt2-train",
+                "--seq-len",
+                "32",
+                "--steps",
+                steps,
+                "--mode",
+                "logit",
+            ])
             .args(["--policies", "geometry,geometry-c-star,delayed-paper", "--estimator", "power", "--format", "json"])
             .output()
             .unwrap();

@@ -103,7 +103,9 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   const int quad = place().quad, my_row = place().row;
   u32 known = 0;
   if constexpr (kTelemetry) known = known_word(p, item);
-  float factor[2], sums[2];
+  // Only centers ask for the sums.
+  float factor[2];
+  [[maybe_unused]] float sums[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float sum = quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;

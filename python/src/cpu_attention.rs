@@ -94,7 +94,10 @@ fn parts(call: &Call) -> Result<Vec<Part>> {
     let (q, k, v) = (descales("q descale", q)?, descales("k descale", k)?, descales("v descale", v)?);
     let logit = call.terms.logit_descale.as_ref().map(|array| descales("logit descale", array)).transpose()?;
     if logit.as_ref().is_some_and(|row| row.len() != shape.n_q_heads) {
-        return Err(Error::mismatch(format_args!("descales of logits: one for each of {} heads is needed", shape.n_q_heads)));
+        return Err(Error::mismatch(format_args!(
+            "descales of logits: one for each of {} heads is needed",
+            shape.n_q_heads
+        )));
     }
     let place = |name: &str, array: &Array| values::<i32>(name, array, Element::I32);
     let places = |s: &Sequences| {

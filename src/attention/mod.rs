@@ -67,12 +67,12 @@ mod tests;
 
 #[cfg(feature = "cuda")]
 pub(crate) use backend::check;
-#[cfg(feature = "cuda")]
-pub(crate) use operands::key_offsets;
 pub use backend::{Attention, AttentionOutput, CenteredOutput, Dequantised, Saved, dequantised};
 pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, backward};
 pub use call::{AttentionCall, Call, Inputs, Keeps, Mask};
 pub use cpu::{Cpu, measure};
+#[cfg(feature = "cuda")]
+pub(crate) use operands::key_offsets;
 pub use paged::{Appended, BlockTable, Gathered, NewTokens, PageShape, PagedKv};
 pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator, Rounding};
 pub use reference::{ReferenceGradients, ReferenceOutput, reference, reference_backward};

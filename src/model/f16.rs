@@ -69,7 +69,10 @@ fn check_projection(projection: &Projection<'_>, gain: Option<&[f64]>, bounded: 
         let gain = gain.map_or(1.0, |gain| gain.iter().fold(0.0, |most: f64, gain| most.max(gain.abs())));
         let moved = gain * ((rows * cols) as f64).sqrt() * FLUSH;
         if largest > 0.0 && moved > SHARE * largest {
-            return refuse(number, format_args!("weights of at most {most:e} are rounded by more than the bounds count"));
+            return refuse(
+                number,
+                format_args!("weights of at most {most:e} are rounded by more than the bounds count"),
+            );
         }
     }
     Ok(())

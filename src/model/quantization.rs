@@ -68,7 +68,8 @@ impl Stored {
                     Some(Self { refused: Some(why), .. }) => Self { refused: Some(why), ..stored },
                     Some(_) if stored.refused.is_some() => stored,
                     Some(_) => {
-                        let why = format!("`{key}` contradicts another description of the stored weights in the config");
+                        let why =
+                            format!("`{key}` contradicts another description of the stored weights in the config");
                         Self { refused: Some(why), ..stored }
                     }
                 });

@@ -287,7 +287,8 @@ fn the_summed_estimate_is_one_for_a_layer() {
         let plan = runtime.plan(0, None).unwrap();
         assert!(plan.logit_descale.windows(2).all(|pair| pair[0] == pair[1]));
     }
-    let none = RuntimeConfig { iterations: Iterations { cold: 0, warm: 1 }, ..RuntimeConfig::paper(PolicyKind::Geometry) };
+    let none =
+        RuntimeConfig { iterations: Iterations { cold: 0, warm: 1 }, ..RuntimeConfig::paper(PolicyKind::Geometry) };
     assert!(Runtime::new(&spec, none).unwrap_err().is_argument());
 }
 

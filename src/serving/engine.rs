@@ -1,6 +1,6 @@
 //! The engines: their words, the names that an export writes for them, and how their servers are started.
 
-use super::options::Serving;
+use super::options::{KvFormat, Serving};
 use crate::named;
 use std::fmt;
 
@@ -39,6 +39,15 @@ impl Operand {
             Self::Q => 'q',
             Self::K => 'k',
             Self::V => 'v',
+        }
+    }
+
+    /// How many times more a scale holds of it in a cache of this type than in one of E4M3.
+    pub(super) fn reach(self, kv: KvFormat) -> f32 {
+        match (kv, self) {
+            (KvFormat::Fp8, _) | (_, Self::Q) => 1.0,
+            (KvFormat::Nvfp4, _) => 6.0,
+            (KvFormat::Nvfp4FourOverSix, _) => 4.0,
         }
     }
 }

@@ -1,7 +1,6 @@
 //! What a server is started with, as far as scales depend on it.
 
 use crate::error::{Error, Result};
-use super::engine::Operand;
 use crate::model::{AttentionSpec, LayerSpec};
 use crate::named;
 use serde::Serialize;
@@ -17,17 +16,6 @@ named! {
         Nvfp4 = "nvfp4",
         /// The same, where the largest value of a block may be 4: holds 4 x 448 times the scale.
         Nvfp4FourOverSix = "nvfp4_4over6",
-    }
-}
-
-impl KvFormat {
-    /// How many times more a scale holds of k and v than one of E4M3.
-    pub(super) fn reach(self, operand: Operand) -> f32 {
-        match (self, operand) {
-            (Self::Fp8, _) | (_, Operand::Q) => 1.0,
-            (Self::Nvfp4, _) => 6.0,
-            (Self::Nvfp4FourOverSix, _) => 4.0,
-        }
     }
 }
 

@@ -204,7 +204,9 @@ impl ScaleStream {
     fn instead(&self) -> String {
         match self.strange.as_slice() {
             [] => String::new(),
-            names => format!("; {} came, which this model does not read: pass the names of its checkpoint", names.join(", ")),
+            names => {
+                format!("; {} came, which this model does not read: pass the names of its checkpoint", names.join(", "))
+            }
         }
     }
 

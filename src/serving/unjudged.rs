@@ -34,7 +34,8 @@ pub(super) fn unjudged(
     }
     let adapters: BTreeSet<String> = census::adapter_files(folder).into_iter().collect();
     if !adapters.is_empty() {
-        let why = "an adapter next to the model, which changes attention where it is applied: merge it, or move it away";
+        let why =
+            "an adapter next to the model, which changes attention where it is applied: merge it, or move it away";
         reasons.entry(why.to_owned()).or_default().extend(adapters);
     }
     reasons.into_iter().map(|(why, names)| Unjudged { what: census::first_of(&names), why }).collect()

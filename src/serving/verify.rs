@@ -373,7 +373,7 @@ impl<'a> Case<'a> {
         let Some(row) = needed.row(operand) else {
             return unbounded("there is no norm before its projection, so it has no bound");
         };
-        let reach = self.serving.kv.reach(operand);
+        let reach = operand.reach(self.serving.kv);
         let held = |scale: f32| if reach == 1.0 { scale } else { (scale / reach).next_up() };
         let largest = held(ScalePlan::per_tensor(row).get());
         let at_one = |verdict, why: String, stored| vec![AuditEntry::new(1.0, Some(largest), verdict, stored, why)];

@@ -404,8 +404,7 @@ pub fn iterate_sum(geometry: &LayerGeometry<'_>, vectors: &mut [f32], count: usi
     let r = geometry.d_head;
     check_vectors(vectors, geometry.k.len() * r, geometry)?;
     layer_channels(geometry)?;
-    let mut keys: Vec<Vec<f64>> =
-        vectors.chunks_exact(r).map(|y| y.iter().map(|&x| f64::from(x)).collect()).collect();
+    let mut keys: Vec<Vec<f64>> = vectors.chunks_exact(r).map(|y| y.iter().map(|&x| f64::from(x)).collect()).collect();
     let mut sigma = 0.0;
     for _ in 0..count {
         let mut u = summed_outputs(geometry, &keys);

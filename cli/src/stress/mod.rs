@@ -12,9 +12,9 @@ mod table;
 #[cfg(feature = "train")]
 mod training;
 
+pub use outcome::Results;
 #[cfg(feature = "train")]
 pub use outcome::Run;
-pub use outcome::Results;
 
 use super::html::Made;
 use super::output::write_file;

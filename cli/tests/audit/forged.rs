@@ -27,7 +27,9 @@ fn is_safe(folder: &Path, engine: Engine) -> bool {
 
 /// Adds tensors of any type in a file of their own, which engines read since there is no index.
 fn beside(folder: &Path, tensors: &[(&str, Dtype, Vec<usize>, Vec<u8>)]) {
-    let views = tensors.iter().map(|(name, dtype, shape, bytes)| (*name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    let views = tensors
+        .iter()
+        .map(|(name, dtype, shape, bytes)| (*name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
     safetensors::serialize_to_file(views, None, &folder.join("model-more.safetensors")).unwrap();
 }
 
@@ -163,9 +165,7 @@ fn settings() {
             "layer_quant_config": {"*k_proj": {"weight": tensor, "output_tensors": tensor}},
             "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}})
     };
-    let scheme_of = |change: fn(&mut Value)| {
-        changed(&compressed(), |config| change(&mut config["kv_cache_scheme"]))
-    };
+    let scheme_of = |change: fn(&mut Value)| changed(&compressed(), |config| change(&mut config["kv_cache_scheme"]));
     let rows: Vec<(&[Engine], Value)> = vec![
         (BOTH, scheme_of(|scheme| scheme["num_bits"] = json!(4))),
         (BOTH, scheme_of(|scheme| scheme["type"] = json!("int"))),
@@ -188,7 +188,10 @@ fn settings() {
         (BOTH, json!({})),
         (BOTH, json!([])),
         (BOTH, json!("compressed-tensors")),
-        (&[Engine::Sglang], json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": null})),
+        (
+            &[Engine::Sglang],
+            json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": null}),
+        ),
         (&[Engine::Sglang], json!({"quant_method": "modelopt", "quant_algo": "FP8"})),
         (VLLM, quark(json!(["re:.*"]))),
         (VLLM, quark(json!(["re:.*self_attn.*"]))),
@@ -202,7 +205,11 @@ fn settings() {
         let mut model = sound();
         // Where no scale is read, 1.0 has to be too small.
         for (name, (_, values)) in &mut model.tensors.0 {
-            if name.contains("k_proj.weight") || name.contains("v_proj.weight") || name.contains("k_scale") || name.contains("v_scale") {
+            if name.contains("k_proj.weight")
+                || name.contains("v_proj.weight")
+                || name.contains("k_scale")
+                || name.contains("v_scale")
+            {
                 values.iter_mut().for_each(|x| *x *= 1e4);
             }
         }
@@ -366,7 +373,8 @@ fn heads() {
         ("k_scale", &[9.0, -9.0]),
         ("v_scale", &[]),
     ];
-    let config = json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme("attn_head")});
+    let config =
+        json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme("attn_head")});
     let sound = || {
         let mut model = Model::llama();
         model.case.config["quantization_config"] = config.clone();

@@ -150,7 +150,10 @@ fn constants_do_not_depend_on_how_weights_are_stored() {
 }
 
 /// A llama of which q, k and v are stored by `stored`: name, values and shape in, tensors out.
-fn stored(quantization: Value, mut stored: impl FnMut(&str, &[f64], &[usize]) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)>) -> TempDir {
+fn stored(
+    quantization: Value,
+    mut stored: impl FnMut(&str, &[f64], &[usize]) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
+) -> TempDir {
     let case = grouped("llama", "llama", json!({"quantization_config": quantization}));
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), case.config.to_string()).unwrap();
@@ -163,7 +166,8 @@ fn stored(quantization: Value, mut stored: impl FnMut(&str, &[f64], &[usize]) ->
             all.push((name, Dtype::F32, shape, bytes));
         }
     }
-    let views = all.iter().map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    let views =
+        all.iter().map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
     safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
     folder
 }
@@ -195,7 +199,8 @@ fn plain_attention_is_read_beside_packed_weights() {
         assert_eq!(found, expected, "{quantization}");
     }
     // What rounds weights when it loads them has no bound.
-    for quantization in [json!({"quant_method": "bitsandbytes", "load_in_4bit": true}), json!({"quant_method": "hqq"})] {
+    for quantization in [json!({"quant_method": "bitsandbytes", "load_in_4bit": true}), json!({"quant_method": "hqq"})]
+    {
         let (_, log) = failure(&["calibrate", text(stored(quantization.clone(), bf16).path())]);
         assert!(log.contains("have no bound") && log.contains(quantization["quant_method"].as_str().unwrap()), "{log}");
     }
@@ -359,7 +364,10 @@ fn the_range_of_f16_is_in_the_bounds() {
             for command in ["calibrate", "verify"] {
                 let (code, log) = failure(&[command, text(with(dtype, "float16", factor).path())]);
                 assert!(code == 1 || code == 3, "{code}");
-                assert!(log.contains("layers.1.self_attn.v_proj.weight head 0") && log.contains(part), "{dtype:?} {factor}: {log}");
+                assert!(
+                    log.contains("layers.1.self_attn.v_proj.weight head 0") && log.contains(part),
+                    "{dtype:?} {factor}: {log}"
+                );
             }
             assert!(!descales(with(dtype, "bfloat16", factor).path(), "v_descale").is_empty());
         }

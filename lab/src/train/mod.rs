@@ -32,9 +32,9 @@ mod scenario;
 #[cfg(test)]
 mod scenario_tests;
 mod state;
-mod trained;
 #[cfg(test)]
 mod tests;
+mod trained;
 mod trainer;
 
 pub use language::{Batch, Language, VOCABULARY};

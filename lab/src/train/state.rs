@@ -97,7 +97,7 @@ impl TrainState {
     /// Reads a state that [`TrainState::write`] wrote.
     ///
     /// # Errors
-    /// `is_io` if the file cannot be read; `is_format` if it is foreign, truncated or damaged; `is_mismatch` if it is of
+    /// `is_io` if the file cannot be read; `is_format` if it is no regular file, foreign, truncated or damaged; `is_mismatch` if it is of
     /// another version. [`Trainer::resume`](super::Trainer::resume) checks that it belongs to the run.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = read_capped(path, MAX_FILE, "a training state")?;

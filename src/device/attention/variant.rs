@@ -410,9 +410,12 @@ const CENTER: Features = Features { window: false, varlen: false, soft_cap: fals
 /// The forwards in F16 that keep each row's largest P, or what the rounding of the output took.
 fn keeping(dims: HeadDims) -> Vec<Variant> {
     let mut variants = Vec::new();
-    for (telemetry, features) in
-        [(false, Features::default()), (false, CENTER), (true, EVERY), (true, Features { center: true, sink: false, ..EVERY })]
-    {
+    for (telemetry, features) in [
+        (false, Features::default()),
+        (false, CENTER),
+        (true, EVERY),
+        (true, Features { center: true, sink: false, ..EVERY }),
+    ] {
         for tile in Tile::all(dims, false, PvAccumulator::F16) {
             for kept in [Keeps::Fp8Dq, Keeps::UnroundedDelta] {
                 let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);

@@ -41,12 +41,7 @@ impl LayerStream {
     pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
         let config = Config::parse(config, file)?;
         config.check_stored(file)?;
-        let mut checkpoint = Checkpoint {
-            path: file.to_owned(),
-            config,
-            shards: vec![],
-            tensors: HashMap::new(),
-        };
+        let mut checkpoint = Checkpoint { path: file.to_owned(), config, shards: vec![], tensors: HashMap::new() };
         // The names alone, for as long as biases are counted.
         let place = Entry { shard: 0, dtype: Dtype::F32, shape: vec![], start: 0, end: 0 };
         checkpoint.tensors.extend(names.iter().map(|name| (name.clone(), place.clone())));

@@ -605,11 +605,6 @@ fn refusals_name_what_is_refused() {
         "relative position",
     );
     says(
-        r#"{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-           "quantization_config":{"quant_method":"gptq"}}"#,
-        "gptq",
-    );
-    says(
         r#"{"model_type":"olmo","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"clip_qkv":8.0}"#,
         "clipping can raise a logit",
     );
@@ -712,7 +707,9 @@ fn query_heads_and_rotated_shares_may_differ_by_layer() {
     };
     assert_eq!((of(0), of(1)), ((16, 8, 128, 64, None), (24, 8, 128, 128, Some(512))));
     let base = |layer: usize| own.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[1];
-    assert!((base(0) - 500_000f64.powf(-1.0 / 32.0)).abs() < 1e-12 && (base(1) - 10_000f64.powf(-1.0 / 64.0)).abs() < 1e-12);
+    assert!(
+        (base(0) - 500_000f64.powf(-1.0 / 32.0)).abs() < 1e-12 && (base(1) - 10_000f64.powf(-1.0 / 64.0)).abs() < 1e-12
+    );
     assert_eq!(laguna("").unwrap().layers[1].n_q_heads, 16);
     let error = laguna(r#","num_attention_heads_per_layer":[16,20]"#).unwrap_err().to_string();
     assert!(error.contains("20 query heads"), "{error}");
@@ -895,8 +892,11 @@ fn kinds_of_layers_are_those_of_the_family() {
     }
     let error = kinds("qwen4_exp_text", r#","hc_count":0,"full_attention_interval":1"#).unwrap_err();
     assert!(error.is_format() && error.to_string().contains("hc_count"), "{error}");
-    let packed = r#","quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}"#;
-    assert!(kinds("bitnet", packed).unwrap_err().to_string().contains("bitnet"));
+    let packed = r#"{"model_type":"bitnet","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+        "quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}}"#;
+    let stored = Config::parse(packed.as_bytes(), Path::new("config.json")).unwrap();
+    let error = stored.check_stored(Path::new("folder")).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("bitnet"), "{error}");
 }
 
 #[test]
