@@ -605,11 +605,6 @@ fn refusals_name_what_is_refused() {
         "relative position",
     );
     says(
-        r#"{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-           "quantization_config":{"quant_method":"gptq"}}"#,
-        "gptq",
-    );
-    says(
         r#"{"model_type":"olmo","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"clip_qkv":8.0}"#,
         "clipping can raise a logit",
     );
@@ -896,7 +891,7 @@ fn kinds_of_layers_are_those_of_the_family() {
     let error = kinds("qwen4_exp_text", r#","hc_count":0,"full_attention_interval":1"#).unwrap_err();
     assert!(error.is_format() && error.to_string().contains("hc_count"), "{error}");
     let packed = r#","quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}"#;
-    assert!(kinds("bitnet", packed).unwrap_err().to_string().contains("bitnet"));
+    assert!(kinds("bitnet", packed).is_ok(), "weights are refused where they are read");
 }
 
 #[test]
