@@ -6,6 +6,7 @@
 
 use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
 use super::census;
+use super::centers::{self, Judged};
 use super::description::{Carries, Loads, Parameters};
 use super::engine::{Engine, Operand};
 use super::folder::{CERTIFICATE_FILE, check_read, folder_of};
@@ -46,16 +47,22 @@ pub fn verify(
     let folder = folder_of(checkpoint.path())?;
     let found = Found::read(&folder, checkpoint)?;
     // Engines that compute alike share the bounds.
-    let mut done: Vec<(AttentionSpec, Vec<Need>)> = Vec::new();
+    let mut done: Vec<(AttentionSpec, Vec<Need>, Judged)> = Vec::new();
     let mut audits = Vec::with_capacity(engines.len());
     for engine in engines {
         let spec = engine.spec(checkpoint.spec(), &found.config, found.generation.as_ref(), serving);
-        if !done.iter().any(|(own, _)| *own == spec) {
+        if !done.iter().any(|(own, ..)| *own == spec) {
             let needs = needs(checkpoint, &spec, each)?;
-            done.push((spec.clone(), needs));
+            let centers = centers::judged(checkpoint, &spec, &folder)?;
+            done.push((spec.clone(), needs, centers));
         }
-        let (spec, needs) = done.iter().find(|(own, _)| *own == spec).expect("it was just made");
-        audits.push(found.audit(*engine, spec, needs, &engine.serving(serving), &folder));
+        let (spec, needs, centers) = done.iter().find(|(own, ..)| *own == spec).expect("it was just made");
+        let mut audit = found.audit(*engine, spec, needs, &engine.serving(serving), &folder);
+        audit.notes.extend(centers.notes.iter().cloned());
+        if centers.wrong {
+            (audit.safe, audit.outcome) = (false, Outcome::NotSafe);
+        }
+        audits.push(audit);
     }
     Ok(audits)
 }
