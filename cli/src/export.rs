@@ -5,7 +5,7 @@ use super::model::{Model, files, without_tokenizer};
 use super::named::named;
 use super::output::OutputArgs;
 use super::progress;
-use super::table::{Table, largest, range, short, wrapped};
+use super::table::{Table, largest, noted, range, short, wrapped};
 use super::target::check_not_of_model;
 use super::terminal::toned;
 use sigmascale::serving::{self, Engine, ExportOptions, LayerCertificate, OperandCertificate, Serving, SkipLayers};
@@ -111,7 +111,7 @@ fn table(export: &serving::Export, most: usize) -> String {
     out.push_str(&wrapped("worst: worst-case bound / (448 x scale); up to 1 nothing can overflow", ""));
     out.push('\n');
     for note in &certificate.notes {
-        out.push_str(&wrapped(note, ""));
+        out.push_str(&noted(note, ""));
     }
     for unjudged in &certificate.unjudged {
         out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), ""));

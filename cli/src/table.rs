@@ -182,6 +182,14 @@ fn wrap(text: &str, indent: usize, width: usize) -> String {
     out
 }
 
+/// A note, wrapped; a command at its end is copied, and has a line of its own.
+pub fn noted(text: &str, bullet: &str) -> String {
+    match text.split_once(": vllm serve ") {
+        Some((words, rest)) => format!("{}    vllm serve {rest}\n", wrapped(&format!("{words}:"), bullet)),
+        None => wrapped(text, bullet),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -191,6 +199,13 @@ mod tests {
         assert_eq!(wrap("one two three", 2, 9), "one two\n  three");
         assert_eq!(wrapped("one", "- "), "- one\n");
         assert_eq!(wrapped("", "- "), "- \n");
+    }
+
+    #[test]
+    fn a_command_at_the_end_of_a_note_is_not_wrapped() {
+        let long = format!("Keep them: vllm serve {} --kv-cache-dtype fp8", "m".repeat(300));
+        let last = noted(&long, "");
+        assert!(last.lines().count() == 2 && last.lines().nth(1).unwrap().trim_start().starts_with("vllm serve m"));
     }
 
     #[test]

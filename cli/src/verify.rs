@@ -8,7 +8,7 @@ use super::named::named;
 use super::numbers::count;
 use super::output::{Format, OutputArgs, write_file};
 use super::progress;
-use super::table::{Table, range, short, wrapped};
+use super::table::{Table, noted, range, short, wrapped};
 use super::terminal::toned;
 use clap::ValueEnum;
 use serde::Serialize;
@@ -296,7 +296,7 @@ fn table(report: &Report, most: usize, problems_only: bool) -> String {
     out.push('\n');
     let slack = report.observed.as_ref().and_then(|observed| slack(audit, observed));
     for note in audit.notes.iter().cloned().chain(unjudged(audit)).chain(slack) {
-        out.push_str(&wrapped(&note, ""));
+        out.push_str(&noted(&note, ""));
     }
     if let Some(rule) = without_tokenizer(&local_path(&report.folder), audit.engine).filter(|_| audit.safe) {
         out.push_str(&wrapped(rule, ""));

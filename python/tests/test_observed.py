@@ -16,7 +16,7 @@ SIZES = dict(
 CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=16, query_pre_attn_scalar=24),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16, sliding_window_pattern=2),
-    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES, rms_norm_eps=1e-6),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
     "llama": lambda: transformers.LlamaConfig(**SIZES),
 }

@@ -68,6 +68,11 @@ impl Description {
         types.iter().copied().chain([spec.family.as_str(), "*"]).find_map(row)
     }
 
+    /// Whether the engine does not start with a model of this family where a stored scale has no parameter.
+    pub fn stops_at_strays(&self, spec: &AttentionSpec) -> bool {
+        !spec.has_mla() && self.stops_for.iter().any(|family| ["*", &spec.family].contains(family))
+    }
+
     /// The parameters of a model whose attention modules these are.
     pub fn parameters(&self, names: &Names, modules: &[String], method: &Method) -> Parameters {
         let key = method.key();

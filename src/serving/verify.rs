@@ -200,14 +200,25 @@ impl Found {
     fn audit(&self, engine: Engine, spec: &AttentionSpec, needs: &[Need], serving: &Serving, folder: &Path) -> Audit {
         let description = engine.description();
         let method = self.method(engine);
-        let loads = description.loads(spec, &self.config.types());
+        let mut loads = description.loads(spec, &self.config.types());
+        if let Some(names) = description.latent_names.filter(|_| spec.has_mla()) {
+            let parameters = description.parameters(&names, &self.names.modules, &method);
+            if self.listed.keys().any(|name| parameters.lands(name).is_some()) {
+                loads = Some(Loads::Partly(names, description.latent));
+            }
+        }
         let (parameters, partly) = match &loads {
             Some(Loads::Scales(names)) => (Some(names), None),
             Some(Loads::Partly(names, why)) => (Some(names), Some(*why)),
             _ => (None, None),
         };
         let parameters = parameters.map(|names| description.parameters(names, &self.names.modules, &method));
-        let gate = if parameters.is_some() { self.gate(engine, &method) } else { Gate::Open };
+        let gate = match self.gate(engine, &method) {
+            gate if parameters.is_some() => gate,
+            // An engine that stops at what it does not know may stop here too.
+            Gate::Unknown(why) if !description.stops_for.is_empty() => Gate::Unknown(why),
+            _ => Gate::Open,
+        };
         let case = Case { found: self, engine, spec, method: &method, loads, gate, partly, parameters, serving };
         let (candidates, strays) = case.candidates();
         let anywhere = Operand::ALL.map(|operand| candidates.iter().any(|layer| !layer[operand as usize].is_empty()));
@@ -295,6 +306,7 @@ impl<'a> Case<'a> {
     fn unjudged(&self, strays: &[&str], layers: &[LayerAudit]) -> Vec<Unjudged> {
         let mut unknown = BTreeSet::new();
         let mut probabilities = BTreeSet::new();
+        let stops = self.engine.description().stops_at_strays(self.spec);
         for name in strays {
             let last = name.rsplit('.').next().unwrap_or_default();
             if last.starts_with("prob") {
@@ -308,15 +320,13 @@ impl<'a> Case<'a> {
             }
             let meant = self.found.names.meant(name);
             let ignored = match (&self.loads, &self.gate) {
-                // The engine has no place for any scale of the model's own modules. vLLM does not start with one, but for latent
-                // attention.
-                (Some(Loads::Nothing(_)), _) => {
-                    meant.is_some() && (self.spec.has_mla() || !self.engine.description().stops_at_strays)
-                }
+                // The engine has no place for any scale of the model's own modules.
+                (Some(Loads::Nothing(_)), _) => meant.is_some() && !stops,
                 (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
                 _ => false,
             };
-            let unread = meant.is_some_and(|(_, operand)| !self.engine.description().operands[operand as usize]);
+            let reads = self.engine.description().operands;
+            let unread = !stops && meant.is_some_and(|(_, operand)| !reads[operand as usize]);
             let said = meant.is_some_and(|(layer, operand)| {
                 let row = layers[layer].row(operand);
                 row.iter().any(|entry| [ScaleVerdict::NotLoaded, ScaleVerdict::Unknown].contains(&entry.verdict))

@@ -660,3 +660,39 @@ fn a_long_table_is_short_and_the_last_line_tells_what_comes_next() {
         "{table}"
     );
 }
+
+/// Loaders that stop at what they do not know serve nothing, and that is no safety.
+#[test]
+fn what_a_loader_stops_at_is_not_safe() {
+    let mut tolerant = Model::llama();
+    tolerant.cover(Engine::Sglang, NAMES);
+    assert!(tolerant.audit(Engine::Sglang).safe, "the loader of Llama passes over a scale of q");
+    let mut strict = Model::named("gemma3_text", json!({"quantization_config": compressed()}));
+    strict.cover(Engine::Sglang, NAMES);
+    let audit = strict.audit(Engine::Sglang);
+    assert!(!audit.safe && audit.unjudged.iter().any(|one| one.what.contains("q_scale")), "{audit:?}");
+    // A family that loads no scale is built with its method all the same.
+    let with = |algorithm: &str| {
+        let quantization = json!({"quant_method": "modelopt", "quant_algo": algorithm});
+        Model::named("qwen3", json!({"quantization_config": quantization})).audit(Engine::Sglang)
+    };
+    assert!(with("FP8").safe, "{:?}", with("FP8"));
+    assert_eq!(with("FP8_PB_WO").outcome, Outcome::Unknown, "{:?}", with("FP8_PB_WO"));
+    // vLLM has no parameter for a scale here, and stops at one.
+    let mut model = Model::named("jamba", json!({"quantization_config": compressed()}));
+    assert!(model.audit(Engine::Vllm).safe, "{:?}", model.audit(Engine::Vllm));
+    let layer = model.case.attention[0];
+    model.scale(layer, "k_scale", 5.0);
+    assert!(!model.audit(Engine::Vllm).safe);
+}
+
+/// Of several tensors for one scale the worst is judged, and it is said that there are several.
+#[test]
+fn of_several_tensors_for_one_scale_the_worst_counts() {
+    let mut model = Model::llama();
+    model.cover(Engine::Vllm, NAMES);
+    model.scale(1, "kv_scale", 0.0005);
+    let audit = model.audit(Engine::Vllm);
+    let found = entry(&audit, 1, 'k');
+    assert!(found.scale == 0.0005 && found.why.contains("2 tensors are loaded as it"), "{found:?}");
+}

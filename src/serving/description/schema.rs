@@ -22,8 +22,10 @@ pub(crate) struct Description {
     pub latent: &'static str,
     /// Whether layers can be left out of the FP8 cache when the server starts.
     pub skips_layers: bool,
-    /// Whether it does not start with a stored scale that no parameter takes.
-    pub stops_at_strays: bool,
+    /// Families with which it does not start where a stored scale has no parameter; `*` for all, but for latent attention.
+    pub stops_for: &'static [&'static str],
+    /// Parameters of latent attention that take a scale of its own, whether or not the cache is written with it.
+    pub latent_names: Option<Names>,
     /// Whether FP8 weights with scales of their own are brought to a common or a coarser scale when they are loaded.
     pub requantizes: bool,
 }

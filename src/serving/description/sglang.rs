@@ -23,6 +23,12 @@ const QWEN3_NEXT: &[Rename] = &[
     rename(r"\.self_attn\.attn\.([kv])_scale$", ".attn.${1}_scale"),
 ];
 
+/// Latent attention: the projection's name stands for the attention.
+const LATENT: &[Rename] = &[
+    rename(r"\.k_proj\.k_scale$", ".attn_mqa.k_scale"),
+    rename(r"\.v_proj\.v_scale$", ".attn_mqa.v_scale"),
+];
+
 const RENAMED: Names = Names { parameter: "{module}.attn", written: "{module}", renames: RENAMES };
 const INNER: Names = Names { parameter: "{module}.attn", written: "{module}.attn", renames: &[] };
 
@@ -94,7 +100,6 @@ pub(crate) static DESCRIPTION: Description = Description {
                 "phi",
                 "opt",
                 "starcoder2",
-                "stablelm",
                 "olmo",
                 "olmo2",
                 "olmoe",
@@ -115,6 +120,7 @@ pub(crate) static DESCRIPTION: Description = Description {
                 "gpt_oss",
                 "lfm2",
                 "falcon_h1",
+                "stablelm",
                 "exaone_moe",
                 "glm4_moe",
                 "llama4_text",
@@ -127,6 +133,7 @@ pub(crate) static DESCRIPTION: Description = Description {
     ],
     latent: "SGLang writes the cache of latent attention (MLA) without a scale, so an export has none",
     skips_layers: false,
-    stops_at_strays: false,
+    stops_for: &["cohere", "cohere2", "gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gptj", "stablelm"],
+    latent_names: Some(Names { parameter: "{module}.attn_mqa", written: "{module}.attn_mqa", renames: LATENT }),
     requantizes: true,
 };

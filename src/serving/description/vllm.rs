@@ -145,6 +145,7 @@ pub(crate) static DESCRIPTION: Description = Description {
     latent: "vLLM's loader has no scales for latent attention (MLA): it casts the absorbed query and the cached row at 1.0 unless \
              Sigmascale's plugin sets them",
     skips_layers: true,
-    stops_at_strays: true,
+    stops_for: &["*"],
+    latent_names: None,
     requantizes: true,
 };

@@ -176,7 +176,9 @@ fn finish(model: &Model, l: &MlaLayer, stats: &[Option<ChannelStats>]) -> (Vec<[
     let gain = largest(&mut (0..l.kv_rank).map(|i| model.at(l.latent_gain, i.into()).abs() as f32));
     let half = l.d_rope / 2;
     let key = |share: f32| largest(&mut (0..half).map(|p| pair(l.k_pe_row, l.radius, p)).map(|b| b[0] + share * b[1]));
-    let (latent, cached, rotated) = (l.radius_c * gain * (1.0 + l.latent_share), key(l.k_pe_share), key(l.k_share));
+    let (latent, cached) = (l.radius_c * gain * (1.0 + l.latent_share), key(l.k_pe_share));
+    // 18 / 17, rounded up.
+    let rotated = cached * 1.058_824;
     let step = 2f32.powi(-10) / 448.0 * latent.max(cached);
     let error = (l.kv_rank as f32).sqrt() * step;
     let heads = (0..l.heads).map(|head| {
