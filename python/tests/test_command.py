@@ -57,7 +57,7 @@ def test_doctor_finds_the_libraries_of_its_own_environment():
 def test_a_long_call_shows_how_far_it_is():
     if not hasattr(os, "openpty"):
         pytest.skip("needs a pseudo-terminal")
-    code = f"import sigmascale; sigmascale.stress('weight-spike', {MODEL!r}, layers=1, steps=100, policies='geometry')"
+    code = f"import sigmascale; sigmascale.stress('weight-spike', {MODEL!r}, layers=1, steps=200, policies='geometry')"
     terminal, device = os.openpty()
     seen = b""
     with subprocess.Popen([sys.executable, "-c", code], stdout=device, stderr=device) as process:
@@ -67,7 +67,7 @@ def test_a_long_call_shows_how_far_it_is():
             while part := os.read(terminal, 4096):
                 seen += part
         os.close(terminal)
-    assert process.returncode == 0 and b"stress: " in seen and b"/100" in seen, seen
+    assert process.returncode == 0 and b"stress: " in seen and b"/200" in seen, seen
 
 
 def test_doctor_reports_the_plugins(tmp_path):

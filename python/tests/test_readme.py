@@ -165,8 +165,8 @@ def test_sample_of_verify_is_what_it_prints(folder):
     export = [BINARY, "export", "data/tiny-llama", "--to", "audited", "--for", "vllm"]
     subprocess.run(export, capture_output=True, check=True)
     printed = subprocess.run([BINARY, "verify", "audited"], capture_output=True, text=True, check=True).stdout
-    (sample,) = (block for block in blocks("text") if block.startswith("audited\n"))
-    assert set(sample.splitlines()) <= set(printed.splitlines())
+    (sample,) = (block for block in blocks("text") if block.startswith("audited, "))
+    assert set(sample.splitlines()) - {"..."} <= set(printed.splitlines())
 
 
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")

@@ -150,6 +150,7 @@ class _Planned:
 
     def plan(self):
         from planned import layer
+
         from sigmascale.torch._plan import LayerPlan
 
         plan = LayerPlan(self, 0, layer(HEADS, D))

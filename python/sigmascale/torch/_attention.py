@@ -644,7 +644,7 @@ def scaled_dot_product_attention(
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
         flat = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         how = {"scale": scale, "enable_gqa": enable_gqa, "plan": plan, "backend": backend, "accumulator": accumulator}
-        out = scaled_dot_product_attention(*flat, attn_mask, dropout_p, is_causal, **how, fallback=fallback)
+        out = scaled_dot_product_attention(*flat, attn_mask, dropout_p, is_causal, **how, fallback=fallback)  # type: ignore[call-arg, arg-type]
         return out.reshape(*lead, *out.shape[1:])
     # PyTorch spreads a single head over the queries' without being told.
     if key.shape[1] not in (1, query.shape[1]) and not enable_gqa:

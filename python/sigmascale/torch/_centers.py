@@ -125,7 +125,7 @@ class Kept:
         self._wider = make(count, 4, n_kv)
         self._known = [False] * count
         self.of = [(None, None)] * count
-        self._sums = [None] * count
+        self._sums: list[Any] = [None] * count
         self._rows = [0] * count
         if self.source == "mean":
             for index, (_, (_, _, heads, _), d_head, d_v, has_keys) in enumerate(self._layers):

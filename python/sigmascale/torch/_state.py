@@ -173,7 +173,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 raise MismatchError(f"states to merge have {key} {value!r} and {state.get(key)!r}")
     centers = _merged_centers([state.get("centers") for state in states])
     if states[0]["state"] is None:
-        return states[0] | {"centers": centers}
+        return {**states[0], "centers": centers}
     found = {tuple(record.place): record for state in states for record in _sound(state)}
     records = [found[place] for place in sorted(found)]
     if records[0].pooling == "model" and len({str(record.frame["all"]) for record in records}) > 1:
