@@ -26,6 +26,7 @@ import pathlib
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -812,11 +813,14 @@ def write_tables(results, shared, work):
         for way, one in ways:
             if "perplexity" not in one:
                 continue
-            change = spread = ""
+            change = error = spread = ""
             if "perplexity" in base:
                 change = round(100 * (one["perplexity"] / base["perplexity"] - 1), 3)
-                spread = round(math.sqrt(sum((a - b) ** 2 for a, b in zip(one["logprobs"], base["logprobs"])) / one["tokens"]), 4)
-            cache.append([model, way, one["tokens"], round(one["perplexity"], 4), change, spread, round(one["kl"], 5) if "kl" in one else "", one.get("kl_tokens", "")])
+                # Of the mean over the tokens' own differences.
+                apart, tokens = [a - b for a, b in zip(base["logprobs"], one["logprobs"])], one["tokens"]
+                error = round(100 * statistics.stdev(apart) / math.sqrt(tokens), 3)
+                spread = round(math.sqrt(sum(x * x for x in apart) / tokens), 4)
+            cache.append([model, way, one["tokens"], round(one["perplexity"], 4), change, error, spread, round(one["kl"], 5) if "kl" in one else "", one.get("kl_tokens", "")])
         if case == "bf16":
             reference = json.loads((work / f"{model}.json").read_text())
             biases = results["prepare", model]["values"]["key_bias"]
@@ -824,7 +828,7 @@ def write_tables(results, shared, work):
                 layers.append([model, number, *amax, *(scale[x] for x in "qkv"), own["k"], biases.get(str(number), 0.0)])
     sequences = [[model, case, *row] for (case, model), found in results.items() for row in found["values"].get("long", [])]
     write("long.csv", ["model", "case", "kind", "tokens", "depth", "value", "count"], sequences)
-    write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
+    write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "standard_error_percent", "rms_logprob", "kl", "kl_tokens"], cache)
     write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "scale_k_centered", "max_key_bias"], layers)
 
 
