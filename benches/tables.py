@@ -710,7 +710,7 @@ SERVED = {"smollm2": "SmolLM2-135M-Instruct", "qwen2.5-coder": "Qwen2.5-Coder-0.
 
 
 def served_magnitudes():
-    rows, table = record("2026-11-28-served-layers-h100.csv"), []
+    rows, table = record("2026-11-28-served-layers-h200.csv"), []
     for model in (model for model in SERVED if any(row["model"] == model for row in rows)):
         layers = [row for row in rows if row["model"] == model]
         most = lambda key: max(float(row[key]) for row in layers)
@@ -727,7 +727,7 @@ def served_magnitudes():
 
 
 def served_cache():
-    rows, table = record("2026-11-28-served-cache-h100.csv"), []
+    rows, table = record("2026-11-28-served-cache-h200.csv"), []
     ways = {
         "bf16": "BF16 cache",
         "fixed": "FP8, scales of 1.0",
@@ -741,9 +741,24 @@ def served_cache():
         measured = {case: name for case, name in ways.items() if any((row["model"], row["case"]) == (model, case) for row in rows)}
         for place, (case, name) in enumerate(measured.items()):
             row = find(rows, model=model, case=case)
-            change = f" ({float(row['change_percent']):+.2f} %)" if case != "bf16" else ""
+            change = f" ({float(row['change_percent']):+.2f} ± {float(row['standard_error_percent']):.2f} %)" if case != "bf16" else ""
             table.append([SERVED[model] if place == 0 else "", name, f"{float(row['perplexity']):.3f}{change}", row["kl"] or "", row["rms_logprob"] if case != "bf16" else ""])
     return markdown(["model", "cache", "perplexity", "mean KL", "rms change of a token's log-probability"], table)
+
+
+def served_long():
+    rows, table = record("2026-11-28-served-long-h200.csv"), []
+    lengths = sorted({int(row["tokens"]) for row in rows})
+    for case, name in (("long-bf16", "BF16 cache"), ("long-plugin", "FP8, scales from the weights"), ("long-centered", "FP8, centered keys")):
+        cells = []
+        for length in lengths:
+            of = lambda way: float(find(rows, case=way, kind="perplexity", tokens=length)["value"])
+            change = f" ({100 * (of(case) / of('long-bf16') - 1):+.1f} %)" if case != "long-bf16" else ""
+            found = [float(row["value"]) for row in rows if (row["case"], row["kind"], row["tokens"]) == (case, "found", str(length))]
+            cells.append(f"{of(case):.3f}{change}; {100 * statistics.mean(found):.0f} %")
+        table.append([name, *cells])
+    starts = [0, *lengths]
+    return markdown(["cache", *(f"{start} to {end}" for start, end in zip(starts, lengths))], table)
 
 
 TABLES = {
@@ -773,6 +788,7 @@ TABLES = {
         tested_calls,
         served_magnitudes,
         served_cache,
+        served_long,
         low_precision_long,
         low_precision_kernels,
         delta_bias,

