@@ -246,13 +246,7 @@ def attend(
     saves = _saves(q, k, v, sinks)
     accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan, call) else _INFERENCE)
     keeps = _kept(q, call, how, accumulator) if saves else NOTHING
-<<<<<<< HEAD
-    k_center, v_center = centers_of(centers, q, k, v, plan, softcap, sinks)
-    if call.logit_descale is not None and k_center is not None:
-        raise UnsupportedError("logits='e4m3' casts the logits of whole keys: leave the center of keys out, or logits")
-=======
     k_center, v_center = centers_of(centers, q, k, v, plan, softcap or call.logit_descale is not None, sinks)
->>>>>>> int43
     terms = Terms(
         causal=causal,
         scale=call.scale,
