@@ -127,6 +127,8 @@ fn record(step: u64, heads: &[Head], seen: &[&Seen]) -> LayerRecord {
         layer: 0,
         w_q: norms.iter().map(|norms| norms[0]).collect(),
         bound: sigma.iter().map(|sigma| NORM_SQUARED * sigma / (D as f64).sqrt()).collect(),
+        // The head has no rotation.
+        sigma_rope: sigma.clone(),
         sigma,
         logit_max: column(|seen| seen.logit),
         repeated: column(|seen| seen.repeated),
