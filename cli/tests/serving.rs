@@ -991,7 +991,7 @@ mod audits {
         let (said, page) = (String::from_utf8(output.stdout).unwrap(), std::fs::read_to_string(page).unwrap());
         assert!(
             output.status.success()
-                && said.trim_end().lines().last().unwrap().starts_with("vLLM: safe.")
+                && run::ending(&said).starts_with("vLLM: safe.")
                 && said.contains("Other engines")
         );
         for part in ["vLLM: safe.", "TensorRT-LLM", "model.layers.5.self_attn.k_scale"] {
@@ -1039,7 +1039,8 @@ mod streams {
         }
         stream.finish(false).unwrap();
         found.sort_by_key(|layer| layer.layer);
-        found
+        // A profile holds centers beside its scales.
+        found.into_iter().map(|layer| LayerScales { centered: None, ..layer }).collect()
     }
 
     /// The same bits as a calibration, in every family and order.

@@ -308,8 +308,12 @@ impl<'a> Case<'a> {
             }
             let meant = self.found.names.meant(name);
             let ignored = match (&self.loads, &self.gate) {
-                // The engine has no place for any scale of the model's own modules.
-                (Some(Loads::Nothing(_)), _) | (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
+                // The engine has no place for any scale of the model's own modules. vLLM does not start with one, but for latent
+                // attention.
+                (Some(Loads::Nothing(_)), _) => {
+                    meant.is_some() && (self.spec.has_mla() || !self.engine.description().stops_at_strays)
+                }
+                (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
                 _ => false,
             };
             let unread = meant.is_some_and(|(_, operand)| !self.engine.description().operands[operand as usize]);
@@ -411,12 +415,13 @@ impl<'a> Case<'a> {
             }
             (Gate::Open, Some(false)) => None,
         };
+        let is_open = closed.is_none();
         if let Some((verdict, why)) = closed
             && let Some(stored) = own.first().map(|(_, stored)| *stored).or(unread.map(|(stored, _)| stored))
         {
             return at_one(verdict, format!("{why}; {covered}"), stored.values.first().copied());
         }
-        let own = if own.is_empty() { self.lent(operand, candidates) } else { own.as_slice() };
+        let own = if own.is_empty() && is_open { self.lent(operand, candidates) } else { own.as_slice() };
         if own.is_empty() {
             return match unread {
                 Some((stored, why)) => {
@@ -435,6 +440,10 @@ impl<'a> Case<'a> {
         let judged = own.iter().map(|(_, stored)| self.judge(operand, stored, needed, &needed_row, largest));
         let worst = judged.max_by(|a, b| severity(a).total_cmp(&severity(b)));
         let mut entries = worst.expect("there is one");
+        if own.iter().any(|(_, stored)| stored.values != own[0].1.values) {
+            let several = format!("; {} tensors are loaded as it, and this is the worst of them", own.len());
+            entries.iter_mut().for_each(|entry| entry.why += &several);
+        }
         if let Some(why) = self.partly
             && largest > 1.0
         {
