@@ -506,7 +506,6 @@ fn families_with_a_key_bias_have_a_center() {
         "falcon",
         "glm",
         "gpt_neox",
-        "jais2",
         "llama",
         "persimmon",
         "phi",

@@ -226,8 +226,7 @@ impl DeviceCall {
     pub(super) fn features(&self) -> (bool, Features) {
         let [left, right] = self.window();
         let window = left != NO_WINDOW || !(right == NO_WINDOW || right == 0);
-        let (soft_cap, sink, center) =
-            (self.soft_cap.is_some(), self.sinks.is_some(), self.value_center().is_some());
+        let (soft_cap, sink, center) = (self.soft_cap.is_some(), self.sinks.is_some(), self.value_center().is_some());
         (right == 0, Features { window, varlen: self.sequences.is_some(), soft_cap, sink, center })
     }
 }
