@@ -512,7 +512,6 @@ fn families_with_a_key_bias_have_a_center() {
         "qwen2",
         "qwen2_5_vl",
         "qwen2_moe",
-        "qwen2_vl",
         "seed_oss",
         "starcoder2",
     ] {

@@ -169,7 +169,7 @@ fn disassembly(program: &Path, cubin: &[u8]) -> String {
 #[test]
 fn the_list_of_attention_variants_stays_short() {
     let all = attention_variants();
-    assert!((1..=130).contains(&all.len()), "{}", all.len());
+    assert!((1..=150).contains(&all.len()), "{}", all.len());
 }
 
 /// How many variants stand for one that a sample compiles.
