@@ -160,12 +160,13 @@ cast_qkv(const __grid_constant__ CastParams p, const __grid_constant__ CastRows 
     for (int i = 0; i < 8; i++) x[i] = value(raw[h], i);
 
     if (rotates && live) rotate(x, angles);
-#if CENTER
-    if (t.center != nullptr && live) subtract(x, t.center + head * (is_v ? kValueDim : kDim), low, high);
-#endif
 
     // Scale, round
     const float to_units = 1.0f / t.descale[batch * t.descale_batch + head / per_kv * t.descale_head];
+#if CENTER
+    // NOTES: behind the quotient, whose slow path leaves no registers for more.
+    if (t.center != nullptr && live) subtract(x, t.center + head * (is_v ? kValueDim : kDim), low, high);
+#endif
     if (t.stats != nullptr) {
       const u32 top = warp_top(x);
       bool past = __uint_as_float(top) * to_units > 448.0f;

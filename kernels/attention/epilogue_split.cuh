@@ -102,16 +102,20 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
 
   const Tile& t = item.tile;
   const int quad = place().quad, my_row = place().row;
-  // Only centers ask for the sums.
   float factor[2];
-  [[maybe_unused]] float sums[2];
+#if CENTER
+  float sums[2];
+#endif
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float sum = quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;
     const Row at = row_of(p, my_row + 8 * r);
     const int position = t.row + at.position, head = t.head + at.head;
     if (kSink && at.exists && !is_part(p, item)) owed *= join_sink(sum, offset, p.sinks[head]);
-    factor[r] = normalisation(sum, owed), sums[r] = sum;
+    factor[r] = normalisation(sum, owed);
+#if CENTER
+    sums[r] = sum;
+#endif
     const float lse = log2_sum(sum, offset);
     if (quad == 0 && at.exists && position < lengths(p, item).q) {
       if (is_part(p, item)) p.lse_partial[partial_row(p, item, position, head)] = lse;

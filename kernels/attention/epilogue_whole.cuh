@@ -103,14 +103,18 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   const int quad = place().quad, my_row = place().row;
   u32 known = 0;
   if constexpr (kTelemetry) known = known_word(p, item);
-  // Only centers ask for the sums.
   float factor[2];
-  [[maybe_unused]] float sums[2];
+#if CENTER
+  float sums[2];
+#endif
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float sum = quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;
     if constexpr (kSink) owed *= join_sink(sum, offset, p.sinks[t.head]);
-    factor[r] = normalisation(sum, owed), sums[r] = sum;
+    factor[r] = normalisation(sum, owed);
+#if CENTER
+    sums[r] = sum;
+#endif
     const int row = t.row + my_row + 8 * r;
     if (p.lse != nullptr && quad == 0 && row < lengths(p, item).q)
       p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + item.q_row + row] = log2_sum(sum, offset) * kLn2;

@@ -287,7 +287,9 @@ impl Call {
             block_table: pages.block_table.view("block table")?,
             lengths: pages.lengths.view("lengths")?,
             queries: match &pages.cu_seqlens_q {
-                Some(starts) => Some(PackedQueries { cu_seqlens: starts.view("cu_seqlens_q")?, longest: pages.max_seqlen_q }),
+                Some(starts) => {
+                    Some(PackedQueries { cu_seqlens: starts.view("cu_seqlens_q")?, longest: pages.max_seqlen_q })
+                }
                 None => None,
             },
             splits: if self.terms.splits == 0 { Splits::Fastest } else { Splits::Parts(self.terms.splits) },

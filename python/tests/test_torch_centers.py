@@ -255,7 +255,9 @@ def qwen():
         with torch.no_grad():
             bias = layer.self_attn.k_proj.bias.zero_()
             bias.view(2, 2, 16)[:, :, 8:] = torch.randn(2, 2, 8) * 2 + 12
-            layer.self_attn.v_proj.bias.normal_(0, 2)
+            # Logits that a rounding of the keys matters to.
+            layer.self_attn.q_proj.weight *= 8
+            layer.self_attn.k_proj.weight *= 4
     model.set_attn_implementation(fp8.register())
     return model
 

@@ -156,7 +156,9 @@ pub fn reference_backward(
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
     let mut d_sinks = vec![0.0; call.sinks.map_or(0, <[f64]>::len)];
     for row in rows(call, q, &k) {
-        let (c, m) = (widened(call.key_center(row.head)), widened(call.value_center(row.head)));
+        let c = widened(call.key_center(row.head));
+        // Of a row that sees no key nothing is read.
+        let m = widened(call.value_center(row.head).filter(|_| !row.keys.is_empty()));
         let d_out_m = dot(&d_out[row.out_at..], &m, m.len());
         let dp: Vec<f64> = row.keys.iter().map(|&(_, value)| dot(&d_out[row.out_at..], &v[value..], d_v)).collect();
         // The sink is a column whose value is zero, which is -m next to v - m.

@@ -466,7 +466,8 @@ fn a_center_of_means_is_frozen_after_the_burn_in() {
         assert!(if step < 2 { k == plain_k } else { k[0] > plain_k[0] }, "a mean may be anywhere: |c| is covered");
         assert!(have.output.stats.k.iter().chain(&have.output.stats.o).all(|cast| cast.overflow == 0));
         for (have, want) in have.output.out.iter().zip(&want.output.out) {
-            assert!((have - want).abs() < 0.1, "{step}: {have} {want}");
+            // Values of up to 2.5 in steps of at most an eighth, in each of the two.
+            assert!((have - want).abs() < 0.25, "{step}: {have} {want}");
         }
         for (have, want) in have.output.lse.iter().zip(&want.output.lse) {
             assert!((have - want).abs() < 0.2, "{step}: {have} {want}");

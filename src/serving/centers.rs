@@ -60,7 +60,8 @@ pub(super) fn judged(checkpoint: &Checkpoint, spec: &AttentionSpec, folder: &Pat
                 continue;
             }
         };
-        let rows = [("k - c", Some(&k_scale), Some(&own.k_descale)), ("v - m", v_scale.as_ref(), own.v_descale.as_ref())];
+        let rows =
+            [("k - c", Some(&k_scale), Some(&own.k_descale)), ("v - m", v_scale.as_ref(), own.v_descale.as_ref())];
         for (what, scale, needed) in rows {
             let Some((scale, needed)) = scale.zip(needed) else { continue };
             if scale.len() != needed.len() {
@@ -68,7 +69,9 @@ pub(super) fn judged(checkpoint: &Checkpoint, spec: &AttentionSpec, folder: &Pat
             }
             let over = scale.iter().zip(needed).map(|(scale, needed)| needed.get() / scale.get()).fold(0.0, f32::max);
             if over > 1.0 {
-                faults.push(format!("Layer {number}: under its centered scale {what} can overflow by a factor of {over:.3}."));
+                faults.push(format!(
+                    "Layer {number}: under its centered scale {what} can overflow by a factor of {over:.3}."
+                ));
             }
         }
     }

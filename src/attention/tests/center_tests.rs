@@ -258,7 +258,7 @@ fn a_center_comes_after_norm_and_rotation() {
 /// Absorbed latent attention: rows [latent - A, k_pe - B] whose first part is also the value; W_UV sees A again.
 #[test]
 fn latent_attention_has_one_center_per_row() {
-    let (heads, rank, nope, pe, len) = (4, 24, 12, 8, 20);
+    let (heads, rank, nope, pe, len) = (4, 24, 16, 8, 20);
     let mut rng = StdRng::seed_from_u64(9);
     let mut draw = |n: usize| -> Vec<f64> { (0..n).map(|_| StandardNormal.sample(&mut rng)).collect() };
     let (latent, k_pe) = (shifted(&draw(len * rank), 2.0, &draw(rank)), draw(len * pe));

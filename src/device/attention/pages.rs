@@ -145,7 +145,8 @@ impl Pages {
 
     fn check_cache(&self, sizes: &AttentionShape, pages: usize) -> Result<()> {
         let AttentionShape { n_kv_heads, d_head, .. } = *sizes;
-        let (page_size, sequences) = (self.page_size(), if self.queries.is_some() { self.sequences() } else { sizes.batch });
+        let (page_size, sequences) =
+            (self.page_size(), if self.queries.is_some() { self.sequences() } else { sizes.batch });
         if pages > i32::MAX as usize {
             return Err(Error::unsupported(format_args!("{pages} pages are more than the GPU takes: {}", i32::MAX)));
         }
@@ -185,7 +186,9 @@ impl PackedQueries {
             return Err(Error::argument(format_args!("packed queries are a batch of 1, not of {batch}")));
         }
         if pages.new.is_some() {
-            return Err(Error::unsupported("packed queries append nothing: write the new tokens into their pages first"));
+            return Err(Error::unsupported(
+                "packed queries append nothing: write the new tokens into their pages first",
+            ));
         }
         if pages.sequences() == 0 {
             return Err(Error::argument("lengths has no entry: give at least one sequence, which may be empty"));
@@ -250,7 +253,13 @@ impl PagesWorkspace {
     pub(super) const COUNTS: usize = 8;
 
     /// The workspace of a call, a function of its sizes and of the type of its queries. `longest`: [`Pages::longest`]; `packed`: queries are.
-    pub(super) fn of(sizes: &AttentionShape, longest: &AttentionShape, packed: bool, q: Element, splits: Splits) -> Self {
+    pub(super) fn of(
+        sizes: &AttentionShape,
+        longest: &AttentionShape,
+        packed: bool,
+        q: Element,
+        splits: Splits,
+    ) -> Self {
         let split = Split::single(longest, usize::MAX);
         let (rows, block, row_blocks) =
             (sizes.batch * sizes.len_q, split.positions * split.consumers, split.row_blocks(longest));
@@ -469,7 +478,9 @@ mod tests {
         // One tile of keys per sequence is one part.
         assert_eq!(of(sizes(1, 1, 128)).most_blocks, 0);
         // So many parts were asked for.
-        let asked = |parts| PagesWorkspace::of(&sizes(1, 1, 65_536), &sizes(1, 1, 65_536), false, Element::Bf16, Splits::Parts(parts));
+        let asked = |parts| {
+            PagesWorkspace::of(&sizes(1, 1, 65_536), &sizes(1, 1, 65_536), false, Element::Bf16, Splits::Parts(parts))
+        };
         assert_eq!([1, 7, 1000].map(|parts| asked(parts).most_blocks), [0, 7, 512]);
         // So many rows fill the device by themselves.
         let many = sizes(64, 512, 8192);

@@ -323,7 +323,12 @@ pub fn paged_variants() -> Vec<Request> {
     let mut all = Vec::new();
     for d_head in [64, 128] {
         let (none, sink) = (Features::default(), Features { sink: true, ..Features::default() });
-        all.extend([none, sink].map(|features| Variant::Combine { columns: d_head, padded: false, pages: true, features }));
+        all.extend([none, sink].map(|features| Variant::Combine {
+            columns: d_head,
+            padded: false,
+            pages: true,
+            features,
+        }));
         for input in 0..3 {
             all.extend((0..3).map(|rope| Variant::Append { d_head, input, rope, center: input == rope }));
         }
@@ -410,12 +415,7 @@ const CENTER: Features = Features { window: false, varlen: false, soft_cap: fals
 /// The forwards in F16 that keep each row's largest P, or what the rounding of the output took.
 fn keeping(dims: HeadDims) -> Vec<Variant> {
     let mut variants = Vec::new();
-    for (telemetry, features) in [
-        (false, Features::default()),
-        (false, CENTER),
-        (true, EVERY),
-        (true, Features { center: true, sink: false, ..EVERY }),
-    ] {
+    for (telemetry, features) in [(false, Features::default()), (false, CENTER), (true, EVERY)] {
         for tile in Tile::all(dims, false, PvAccumulator::F16) {
             for kept in [Keeps::Fp8Dq, Keeps::UnroundedDelta] {
                 let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);
@@ -473,7 +473,7 @@ fn featured(dims: HeadDims) -> Vec<Variant> {
     let varlen = Features { varlen: true, ..none };
     let soft_cap = Features { soft_cap: true, ..none };
     let (fp8, f16) = (PvAccumulator::default(), PvAccumulator::F16);
-    let joined = [Features { sink: true, ..varlen }, CENTER, Features { center: true, ..varlen }];
+    let joined = [Features { sink: true, ..varlen }, Features { center: true, ..varlen }];
     let combine = |features| Variant::Combine { columns: dims.v, padded: dims.padded, pages: false, features };
     let mut variants: Vec<_> = joined.map(combine).into();
     for (features, accumulator, telemetry) in [
@@ -482,11 +482,8 @@ fn featured(dims: HeadDims) -> Vec<Variant> {
         (soft_cap, fp8, false),
         (EVERY, fp8, true),
         (EVERY, f16, false),
-        (CENTER, fp8, false),
         (CENTER, fp8, true),
-        (CENTER, f16, false),
         (Features { center: true, ..varlen }, f16, false),
-        (Features { center: true, ..window }, fp8, false),
     ] {
         let tiles = Tile::all(dims, false, accumulator).into_iter();
         variants.extend(tiles.map(|tile| whole(dims, tile, accumulator, [true, telemetry, false, false], features)));
