@@ -49,11 +49,11 @@ struct AppendParams {
   int most_blocks;                      // of joined parts, that the partial results have room for
   int partial_rows;                     // of such a block
   int parts_asked;                      // 0: as is fastest; else the parts of every sequence that has so many tiles
-  int part_tiles;                       // 0: as above; else parts end at multiples of so many tiles
   // Times that the plan reckons with, in microseconds: of a tile of keys, of an item, of a join and of a joined block of rows, and of
   // reading a tile of keys of every KV head, by all multiprocessors.
   float tile_time, item_time, join_time, block_time, reading_time;
   int processors;
+  int unused;
 };
 static_assert(sizeof(AppendTensor) == 5 * 8 + 8 * 8 + 2 * 4, "the host writes this layout");
 static_assert(sizeof(AppendParams) == 3 * sizeof(AppendTensor) + sizeof(BlockTable) + sizeof(Queries) + 6 * 8 + 16 * 4, "the host writes this layout");
@@ -69,11 +69,11 @@ struct Span {
     tiles = max(0, ceil_div(length.k, BLOCK_N) - first);
     blocks = ceil_div(length.q, p.queries.block);
   }
-  // How many parts of at most `most` tiles each, or of those between its multiples; or as many as were asked for.
+  // How many parts of at most `most` tiles each, or as many as were asked for.
   __device__ __forceinline__ int parts(const AppendParams& p, int most) const {
     if (blocks == 0) return 0;
     if (p.parts_asked > 0) return max(1, min(p.parts_asked, tiles));
-    return max(1, p.part_tiles > 0 ? ceil_div(first + tiles, most) - first / most : ceil_div(tiles, most));
+    return max(1, ceil_div(tiles, most));
   }
 };
 
@@ -109,8 +109,8 @@ __device__ void plan(const AppendParams& p) {
     const float item = tiles * p.tile_time + p.item_time;
     return fmaxf(reading, fminf(ceilf(items / p.processors) * item, (work * p.tile_time + items * p.item_time) / p.processors + item));
   };
-  const bool search = p.parts_asked + p.part_tiles == 0 && time_of((float)p.sequences * p.units, most_tiles) > 1.05f * reading;
-  if (threadIdx.x == 0) chosen = p.part_tiles > 0 ? p.part_tiles : most_tiles;
+  const bool search = p.parts_asked == 0 && time_of((float)p.sequences * p.units, most_tiles) > 1.05f * reading;
+  if (threadIdx.x == 0) chosen = most_tiles;
   const int by_waves = (int)fminf(work / (p.processors * max(1, lane - 15)), 1e6f) + 1;
   const int tiles_a_part = lane < 16 ? ceil_div(most_tiles, lane + 1) : min(by_waves, most_tiles);
   int count = 0, joined_count = 0, longest_part = 0;
@@ -177,14 +177,8 @@ __device__ void plan(const AppendParams& p) {
       const int owner = sequence_at(begins, last, begin), sequence = first + owner;
       const Span span(p, sequence);
       const int n = span.parts(p, chosen), own = begin - begins[owner], part = own / span.blocks, block = own - part * span.blocks;
-      int part_first = span.first, part_end = span.first + span.tiles;
-      if (p.part_tiles > 0) {
-        const int number = span.first / p.part_tiles + part;
-        part_first = max(part_first, number * p.part_tiles), part_end = min(part_end, (number + 1) * p.part_tiles);
-      } else {
-        const int share = span.tiles / n, longer = span.tiles - share * n;  // so many parts have one tile more
-        part_first += part * share + min(part, longer), part_end = part_first + share + (part < longer);
-      }
+      const int share = span.tiles / n, longer = span.tiles - share * n;  // so many parts have one tile more
+      const int part_first = span.first + part * share + min(part, longer), part_end = part_first + share + (part < longer);
       const int queries = p.queries.count(sequence), row = p.queries.begin(sequence), batch = p.queries.batch(sequence);
       const int partial = partials[owner] < 0 ? -1 : partials[owner] * p.partial_rows;
       const int stride = span.blocks * p.partial_rows;

@@ -194,13 +194,13 @@ impl Cuda {
                 Splits::Fastest => 0,
                 Splits::Parts(parts) => parts as i32,
             },
-            part_tiles: 0,
             tile_time: tenths(Tile::time(sizes, call.split.consumers)),
             item_time: tenths(ITEM),
             join_time: tenths(JOIN),
             block_time: block_bytes / (10 * PART_BYTES) as f32,
             reading_time: (n_kv_heads * d_head) as f32 / (128 * PROCESSORS) as f32,
             processors: PROCESSORS as i32,
+            unused: 0,
         };
         let kernel = self.kernels.load(variant)?;
         let launch = Launch::linear(1 + blocks, 2 * d_head as u32, kernel.shared);

@@ -254,13 +254,13 @@ mirrors! {
         most_blocks: i32,
         partial_rows: i32,
         parts_asked: i32,
-        part_tiles: i32,
         tile_time: f32,
         item_time: f32,
         join_time: f32,
         block_time: f32,
         reading_time: f32,
         processors: i32,
+        unused: i32,
     }
 
     /// `Backward` of `backward.cuh`. Pointers may be 0 where they say so; strides count elements.

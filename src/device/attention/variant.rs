@@ -337,7 +337,9 @@ pub fn paged_variants() -> Vec<Request> {
         all.push(Variant::Combine { columns: d_head, padded: false, pages: true, features });
         for (v_rows, telemetry) in [(false, false), (true, false), (false, true), (true, true)] {
             let center = Features { center: true, ..none };
-            for features in [none, Features { window: true, ..none }, sink, Features { window: true, ..sink }, center] {
+            let window = Features { window: true, ..none };
+            let all_features = [none, window, sink, Features { window: true, ..sink }, center, Features { window: true, ..center }];
+            for features in all_features {
                 all.extend([false, true].map(|rolled| Variant::Pages { d_head, v_rows, telemetry, rolled, features }));
             }
         }
