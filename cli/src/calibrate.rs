@@ -201,8 +201,8 @@ fn as_paper(profile: &Profile, method: &Method, layers: &[LayerProfile]) -> Stri
 /// Descales and bounds of every layer, behind what to do with them.
 fn scales(profile: &Profile, layers: &[LayerProfile], most: usize) -> String {
     let mut out = wrapped(
-        "Divide q, k and v by their descales before the cast to E4M3, and multiply by them afterwards (vLLM and SGLang call the \
-         descale of k k_scale). Then no normalized input can overflow. min..max over the heads; --json has every head.",
+        "Divide q, k and v by their descales before the cast to E4M3, and multiply by them afterwards (vLLM and SGLang call \
+         k's descale k_scale). Then no normalized input can overflow. min..max over the heads; --json has every head.",
         "",
     );
     out.push('\n');

@@ -1,7 +1,7 @@
 //! `sigmascale export`: a checkpoint that a serving engine loads with these scales.
 
 use super::html::Tone;
-use super::model::{Model, files};
+use super::model::{Model, files, without_tokenizer};
 use super::named::named;
 use super::output::OutputArgs;
 use super::progress;
@@ -77,10 +77,6 @@ pub fn run(args: Args) -> Result<()> {
     args.output.write(&export, |export| table(export, args.output.most_rows()))
 }
 
-/// Files of which a folder with a tokenizer has one.
-const TOKENIZERS: [&str; 5] =
-    ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json"];
-
 fn table(export: &serving::Export, most: usize) -> String {
     let certificate = &export.certificate;
     let folder = export.folder.display();
@@ -120,9 +116,7 @@ fn table(export: &serving::Export, most: usize) -> String {
     for unjudged in &certificate.unjudged {
         out.push_str(&wrapped(&format!("Not judged: {}: {}.", unjudged.what, unjudged.why), ""));
     }
-    let served = matches!(certificate.engine, Engine::Vllm | Engine::Sglang);
-    if served && !TOKENIZERS.iter().any(|name| export.folder.join(name).exists()) {
-        let rule = "The folder has no tokenizer: copy one into it, or add --skip-tokenizer-init.";
+    if let Some(rule) = without_tokenizer(&export.folder, certificate.engine) {
         out.push_str(&wrapped(rule, ""));
     }
     let fits = |operand: Option<&OperandCertificate>| operand.is_some_and(|operand| operand.safe);

@@ -201,12 +201,18 @@ pub fn run_with(args: impl IntoIterator<Item = OsString>, plugins: Vec<Fact>) ->
     })
 }
 
-/// The word where `stress` takes options alone, which is mostly the model.
+/// The word where `stress SCENARIO` takes options alone, which is mostly the model.
 fn stray_model(error: &clap::Error) -> Option<String> {
-    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return None };
-    let usage = error.get(ContextKind::Usage)?.to_string();
-    let stress = error.kind() == Usage::UnknownArgument && usage.contains("sigmascale stress");
-    (stress && !word.starts_with('-')).then(|| word.clone())
+    let context = match error.kind() {
+        Usage::UnknownArgument => ContextKind::InvalidArg,
+        // A word behind the scenario could be a study.
+        Usage::ArgumentConflict => ContextKind::InvalidSubcommand,
+        _ => return None,
+    };
+    let Some(ContextValue::String(word)) = error.get(context) else { return None };
+    let stress = error.get(ContextKind::Usage)?.to_string().contains("sigmascale stress");
+    let known = ["low-precision", "ablate", "help"].contains(&word.as_str());
+    (stress && !known && !word.starts_with('-')).then(|| word.clone())
 }
 
 /// What is logged: by -q and -v, or else by RUST_LOG.

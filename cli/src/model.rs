@@ -4,7 +4,8 @@ pub use sigmascale::model::ModelSource as Model;
 
 use sigmascale::calibrate::ModelSummary;
 use sigmascale::model::{NormKind, PerLayer, QkNormScope, RopeLayout, preset};
-use std::path::PathBuf;
+use sigmascale::serving::Engine;
+use std::path::{Path, PathBuf};
 
 /// The files that are read for a model argument; none for a preset.
 pub fn files(argument: &str, model: &Model) -> Vec<PathBuf> {
@@ -13,6 +14,14 @@ pub fn files(argument: &str, model: &Model) -> Vec<PathBuf> {
         Model::Config(_) => vec![argument.into()],
         Model::Checkpoint(checkpoint) => checkpoint.files(),
     }
+}
+
+/// What the command that serves a folder without a tokenizer needs.
+pub fn without_tokenizer(folder: &Path, engine: Engine) -> Option<&'static str> {
+    let files = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json"];
+    let missing = !files.iter().any(|name| folder.join(name).exists());
+    (missing && matches!(engine, Engine::Vllm | Engine::Sglang))
+        .then_some("The folder has no tokenizer: copy one into it, or add --skip-tokenizer-init to the command that serves it.")
 }
 
 /// A model in a line, for tables.

@@ -3,7 +3,7 @@
 use super::annotations;
 use super::export::ServingArgs;
 use super::html::{Made, Page, Tone};
-use super::model::{Model, files};
+use super::model::{Model, files, without_tokenizer};
 use super::named::named;
 use super::numbers::count;
 use super::output::{Format, OutputArgs, write_file};
@@ -13,6 +13,7 @@ use super::terminal::toned;
 use clap::ValueEnum;
 use serde::Serialize;
 use sigmascale::bound::E4M3_MAX;
+use sigmascale::model::local_path;
 use sigmascale::serving::{self, Audit, AuditEntry, Engine, KvFormat, Outcome, ScaleVerdict, Serving};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Observed, StressModel, TokenFile, observe};
@@ -296,6 +297,9 @@ fn table(report: &Report, most: usize, problems_only: bool) -> String {
     let slack = report.observed.as_ref().and_then(|observed| slack(audit, observed));
     for note in audit.notes.iter().cloned().chain(unjudged(audit)).chain(slack) {
         out.push_str(&wrapped(&note, ""));
+    }
+    if let Some(rule) = without_tokenizer(&local_path(&report.folder), audit.engine).filter(|_| audit.safe) {
+        out.push_str(&wrapped(rule, ""));
     }
     let mend = audit.mend(&report.folder);
     if !mend.is_empty() {

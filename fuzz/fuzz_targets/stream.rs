@@ -9,7 +9,7 @@ fuzz_target!(|bytes: &[u8]| {
     let config = parts.next().unwrap_or_default();
     let names: Vec<String> =
         String::from_utf8_lossy(parts.next().unwrap_or_default()).lines().map(str::to_owned).collect();
-    if let Ok(stream) = ScaleStream::new(config, "fuzz/config.json".as_ref(), &names) {
+    if let Ok(mut stream) = ScaleStream::new(config, "fuzz/config.json".as_ref(), &names) {
         assert!(!stream.spec().layers.is_empty());
         let _ = names.iter().filter(|name| stream.wants(name)).count();
         let _ = stream.of_rank(2);

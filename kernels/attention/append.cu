@@ -1,6 +1,6 @@
 // What comes before paged.cu, in one launch: new keys and values to E4M3 by descales known beforehand, RoPE on keys fused in, into the
-// pages of their sequences; queries to E4M3 likewise; and the plan of the call, by the first block. Lengths and pages are read
-// on the device, so that a captured graph serves every step.
+// pages of their sequences; queries to E4M3 likewise; and the plan of the call, by the first block. Lengths, pages and where packed
+// queries lie are read on the device, so that a captured graph serves every step.
 //
 // New tokens of sequence s follow the `lengths[s]` that it has, and its last query is at its last key. A token that its
 // sequence's row of the block table has no room for, or whose page the cache does not have, is not written.
@@ -8,7 +8,9 @@
 // A block beside the first owns 16 rows (of all sequences) of up to 4 heads of one tensor, a thread 8 dims of a row for each head,
 // as in cast_qkv.cu, which has the statistics as well. Layouts of the pages: paged.cu.
 #include "attention/cast.cuh"
+#include "attention/mask.cuh"
 #include "attention/pages.cuh"
+#include "attention/sequences.cuh"
 #include "ptx/launch.cuh"
 
 // Keys of a tile of paged.cu.
@@ -31,76 +33,106 @@ struct AppendTensor {
 struct AppendParams {
   AppendTensor q, k, v;
   BlockTable table;
+  Queries queries;
   const float* cosine;                  // [positions, rotary / 2]
   const float* sine;
   u32* counter;                         // two words: the work items that the attention after this has scheduled
-  int* starts;                          // as in PagedParams
+  Counts* counts;
   Part* parts;
+  Join* joins;
   int rotary;                           // rotated leading dims, a multiple of 8; tables 16-byte aligned
   int positions;                        // of the tables
   int v_rows;                           // 1: pages of v are rows, as those of k
   int sequences;
-  int most_parts;                       // that the lists have room for
-  int items;                            // of a part
-  // Times that the plan reckons with, in microseconds: of a tile of keys, of an item, of a join and of a joined part, and of reading a
-  // tile of keys of every KV head, by all multiprocessors.
-  float tile_time, item_time, join_time, part_time, reading_time;
+  int window_left;                      // keys that a query sees before its own, or kNoWindow
+  int units;                            // items of a part and a block of rows: groups of heads
+  int most_blocks;                      // of joined parts, that the partial results have room for
+  int partial_rows;                     // of such a block
+  int parts_asked;                      // 0: as is fastest; else the parts of every sequence that has so many tiles
+  int part_tiles;                       // 0: as above; else parts end at multiples of so many tiles
+  // Times that the plan reckons with, in microseconds: of a tile of keys, of an item, of a join and of a joined block of rows, and of
+  // reading a tile of keys of every KV head, by all multiprocessors.
+  float tile_time, item_time, join_time, block_time, reading_time;
   int processors;
 };
 static_assert(sizeof(AppendTensor) == 5 * 8 + 8 * 8 + 2 * 4, "the host writes this layout");
-static_assert(sizeof(AppendParams) == 3 * sizeof(AppendTensor) + sizeof(BlockTable) + 5 * 8 + 12 * 4, "the host writes this layout");
+static_assert(sizeof(AppendParams) == 3 * sizeof(AppendTensor) + sizeof(BlockTable) + sizeof(Queries) + 6 * 8 + 16 * 4, "the host writes this layout");
 
 namespace {
+
+// A sequence as the plan sees it: tiles of keys that some query of it sees, and blocks of query rows.
+struct Span {
+  int first, tiles, blocks;
+  __device__ __forceinline__ Span(const AppendParams& p, int s) {
+    const Lengths length = {p.queries.count(s), p.table.keys(s)};
+    first = p.window_left < kNoWindow ? max(0, first_visible(length, 0, p.window_left)) / BLOCK_N : 0;
+    tiles = max(0, ceil_div(length.k, BLOCK_N) - first);
+    blocks = ceil_div(length.q, p.queries.block);
+  }
+  // How many parts of at most `most` tiles each, or of those between its multiples; or as many as were asked for.
+  __device__ __forceinline__ int parts(const AppendParams& p, int most) const {
+    if (blocks == 0) return 0;
+    if (p.parts_asked > 0) return max(1, min(p.parts_asked, tiles));
+    return max(1, p.part_tiles > 0 ? ceil_div(first + tiles, most) - first / most : ceil_div(tiles, most));
+  }
+};
 
 // Cuts the keys of each sequence into parts: evenly, of at most so many tiles that the call is fastest. Time is the longer of two:
 // reading all keys and values, and work items on the multiprocessors. A pure function of the lengths.
 __device__ void plan(const AppendParams& p) {
   constexpr int kWarps = kThreads / 32, kCandidates = 32;
-  __shared__ int chosen, running, parts[kCandidates], longest[kCandidates], warp_parts[kWarps];
-  __shared__ u32 warp_tiles[kWarps], warp_most[kWarps];
+  __shared__ int chosen, running[3], blocks[kCandidates], joined[kCandidates], longest[kCandidates];
+  __shared__ int begins[kThreads], partials[kThreads], join_begins[kThreads], warp_sums[3][kWarps];
+  __shared__ u32 warp_tiles[kWarps], warp_work[kWarps], warp_most[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u32 mine = 0, most = 1;
+  u32 mine = 0, work_mine = 0, most = 1;
   for (int s = threadIdx.x; s < p.sequences; s += kThreads) {
-    const u32 tiles = ceil_div(p.table.keys(s), BLOCK_N);
-    mine += tiles, most = max(most, tiles);
+    const Span span(p, s);
+    mine += span.tiles, work_mine += span.tiles * span.blocks;
+    if (span.blocks > 0) most = max(most, span.tiles);
   }
-  warp_tiles[warp] = ptx::warp_sum(mine), warp_most[warp] = ptx::warp_max(most);
-  if (threadIdx.x == 0) running = 0, p.counter[0] = p.counter[1] = 0;
-  if (threadIdx.x < kCandidates) parts[threadIdx.x] = longest[threadIdx.x] = 0;
+  warp_tiles[warp] = ptx::warp_sum(mine), warp_work[warp] = ptx::warp_sum(work_mine), warp_most[warp] = ptx::warp_max(most);
+  if (threadIdx.x < 3) running[threadIdx.x] = 0;
+  if (threadIdx.x == 0) p.counter[0] = p.counter[1] = 0;
+  if (threadIdx.x < kCandidates) blocks[threadIdx.x] = joined[threadIdx.x] = longest[threadIdx.x] = 0;
   __syncthreads();
-  float all_tiles = 0.0f;
+  float all_tiles = 0.0f, all_work = 0.0f;
   int most_tiles = 1;
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) all_tiles += (float)warp_tiles[w], most_tiles = max(most_tiles, (int)warp_most[w]);
+  for (int w = 0; w < kWarps; w++)
+    all_tiles += (float)warp_tiles[w], all_work += (float)warp_work[w], most_tiles = max(most_tiles, (int)warp_most[w]);
 
   // A candidate a lane: the longest sequence in 1 to 16 parts, or so many waves of parts of all. None but the first where that takes
   // the time of reading
-  const float work = all_tiles * p.items, reading = all_tiles * p.reading_time;
+  const float work = all_work * p.units, reading = all_tiles * p.reading_time;
   const auto time_of = [&](float items, int tiles) {
     const float item = tiles * p.tile_time + p.item_time;
     return fmaxf(reading, fminf(ceilf(items / p.processors) * item, (work * p.tile_time + items * p.item_time) / p.processors + item));
   };
-  const bool search = time_of((float)p.sequences * p.items, most_tiles) > 1.05f * reading;
-  if (threadIdx.x == 0) chosen = most_tiles;
+  const bool search = p.parts_asked + p.part_tiles == 0 && time_of((float)p.sequences * p.units, most_tiles) > 1.05f * reading;
+  if (threadIdx.x == 0) chosen = p.part_tiles > 0 ? p.part_tiles : most_tiles;
   const int by_waves = (int)fminf(work / (p.processors * max(1, lane - 15)), 1e6f) + 1;
   const int tiles_a_part = lane < 16 ? ceil_div(most_tiles, lane + 1) : min(by_waves, most_tiles);
-  int count = 0, longest_part = 0;
+  int count = 0, joined_count = 0, longest_part = 0;
   for (int s = warp; search && s < p.sequences; s += kWarps) {
-    const int tiles = ceil_div(p.table.keys(s), BLOCK_N), n = max(1, ceil_div(tiles, tiles_a_part));
-    count += n;
-    longest_part = max(longest_part, ceil_div(tiles, n));
+    const Span span(p, s);
+    const int n = span.parts(p, tiles_a_part);
+    count += n * span.blocks;
+    if (n > 1) joined_count += n * span.blocks;
+    if (n > 0) longest_part = max(longest_part, ceil_div(span.tiles, n));
   }
   if (search) {
-    atomicAdd(&parts[lane], count);
+    atomicAdd(&blocks[lane], count);
+    atomicAdd(&joined[lane], joined_count);
     atomicMax(&longest[lane], longest_part);
   }
   __syncthreads();
   if (search && warp == 0) {
-    const bool joined = parts[lane] > p.sequences;
-    const float time = time_of((float)parts[lane] * p.items, longest[lane]) + (joined ? p.join_time + parts[lane] * p.part_time : 0.0f);
+    const float join_time = joined[lane] > 0 ? p.join_time + joined[lane] * p.block_time : 0.0f;
+    const float time = time_of((float)blocks[lane] * p.units, longest[lane]) + join_time;
     // Of equally fast ones that of fewer parts. A part a sequence always has room
-    u64 best = (u64)__float_as_uint(time) << 32 | (u32)parts[lane];
-    if (joined && parts[lane] > p.most_parts) best = ~0ull;
+    u64 best = (u64)__float_as_uint(time) << 32 | (u32)blocks[lane];
+    if (joined[lane] > p.most_blocks) best = ~0ull;
     const u64 own = best;
     for (int d = 16; d > 0; d /= 2) best = min(best, __shfl_xor_sync(~0u, best, d));
     if (__ffs(__ballot_sync(~0u, own == best)) == lane + 1) chosen = tiles_a_part;
@@ -109,29 +141,63 @@ __device__ void plan(const AppendParams& p) {
 
   // The lists
   for (int first = 0; first < p.sequences; first += kThreads) {
-    const int s = first + threadIdx.x;
-    const int keys = s < p.sequences ? p.table.keys(s) : 0, tiles = ceil_div(keys, BLOCK_N);
-    const int n = s < p.sequences ? max(1, ceil_div(tiles, chosen)) : 0;
-    int at = n;
-    for (int d = 1; d < 32; d *= 2) {
-      const int below = __shfl_up_sync(~0u, at, d);
-      if (lane >= d) at += below;
+    const int s = first + threadIdx.x, last = min(p.sequences - first, kThreads);
+    int sums[3] = {};  // entries, blocks of joined parts, joins
+    if (s < p.sequences) {
+      const Span span(p, s);
+      const int n = span.parts(p, chosen);
+      sums[0] = n * span.blocks;
+      if (n > 1) sums[1] = sums[0], sums[2] = span.blocks;
     }
-    if (lane == 31) warp_parts[warp] = at;
-    __syncthreads();
-    at += running - n;
-    for (int w = 0; w < warp; w++) at += warp_parts[w];
-    if (s < p.sequences) p.starts[s] = at;
-    const int share = n > 0 ? tiles / n : 0, longer = tiles - share * n;  // so many parts have one tile more
-    for (int i = 0; i < n; i++) {
-      const int begin = i * share + min(i, longer);
-      p.parts[at + i] = {n == 1 ? ~s : s, begin, begin + share + (i < longer), keys};
+    int at[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      at[i] = sums[i];
+      for (int d = 1; d < 32; d *= 2) {
+        const int below = __shfl_up_sync(~0u, at[i], d);
+        if (lane >= d) at[i] += below;
+      }
+      if (lane == 31) warp_sums[i][warp] = at[i];
     }
     __syncthreads();
-    if (threadIdx.x == kThreads - 1) running = at + n;
+    int begin = running[0];
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      at[i] += running[i] - sums[i];
+      for (int w = 0; w < warp; w++) at[i] += warp_sums[i][w];
+    }
+    begins[threadIdx.x] = at[0], partials[threadIdx.x] = sums[1] > 0 ? at[1] : -1, join_begins[threadIdx.x] = at[2];
     __syncthreads();
+    if (threadIdx.x == kThreads - 1) {
+#pragma unroll
+      for (int i = 0; i < 3; i++) running[i] = at[i] + sums[i];
+    }
+    __syncthreads();
+    for (begin += threadIdx.x; begin < running[0]; begin += kThreads) {
+      const int owner = sequence_at(begins, last, begin), sequence = first + owner;
+      const Span span(p, sequence);
+      const int n = span.parts(p, chosen), own = begin - begins[owner], part = own / span.blocks, block = own - part * span.blocks;
+      int part_first = span.first, part_end = span.first + span.tiles;
+      if (p.part_tiles > 0) {
+        const int number = span.first / p.part_tiles + part;
+        part_first = max(part_first, number * p.part_tiles), part_end = min(part_end, (number + 1) * p.part_tiles);
+      } else {
+        const int share = span.tiles / n, longer = span.tiles - share * n;  // so many parts have one tile more
+        part_first += part * share + min(part, longer), part_end = part_first + share + (part < longer);
+      }
+      const int queries = p.queries.count(sequence), row = p.queries.begin(sequence), batch = p.queries.batch(sequence);
+      const int partial = partials[owner] < 0 ? -1 : partials[owner] * p.partial_rows;
+      const int stride = span.blocks * p.partial_rows;
+      p.parts[begin] = {sequence, batch, row, queries, p.table.keys(sequence), part_first, part_end, begin - block, span.blocks,
+                        partial < 0 ? -1 : partial + part * stride, {}};
+      if (part == 0 && partial >= 0) {
+        const int from = block * p.queries.block;
+        p.joins[join_begins[owner] + block] = {sequence, batch, row + from, min(p.queries.block, queries - from),
+                                               partial + block * p.partial_rows, stride, n, 0};
+      }
+    }
   }
-  if (threadIdx.x == 0) p.starts[p.sequences] = running;
+  if (threadIdx.x == 0) *p.counts = {running[0], running[2]};
 }
 
 // Byte of a group of 16 values that holds key i of it.
@@ -143,13 +209,21 @@ template <Kind Of> __device__ __forceinline__ void cast(const AppendParams& p, c
   __shared__ u32 tops[kHeads][kThreads / 32];
   const int blocks = ceil_div(t.heads, kHeads), first = block % blocks * kHeads;
   const int row = block / blocks * kKeys + threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-  const int sequence = row / t.length, i = row - sequence * t.length;
+  int sequence = row / t.length, i = row - sequence * t.length;
   bool live = sequence < p.sequences;
+  i64 at;
+  if (Of == Kind::Q && p.queries.cu_seqlens != nullptr) {
+    sequence = max(0, sequence_at(p.queries.cu_seqlens, p.sequences, row)), i = row - p.queries.begin(sequence);
+    live = row < t.length && i >= 0 && i < p.queries.count(sequence);
+    at = row * t.stride_row;
+  } else {
+    at = sequence * t.stride_sequence + i * t.stride_row;
+  }
 
   // Find the position, and the page
   int position = 0;
   u8* page = t.out;
-  if (live && Of == Kind::Q) position = max(0, p.table.keys(sequence) - t.length + i);
+  if (live && Of == Kind::Q) position = max(0, p.table.keys(sequence) - p.queries.count(sequence) + i);
   if (live && Of != Kind::Q) {
     position = p.table.lengths[sequence] + i;
     live = position >= 0 && position < p.table.pages_per_sequence << p.table.log2_page_size;
@@ -165,7 +239,6 @@ template <Kind Of> __device__ __forceinline__ void cast(const AppendParams& p, c
   alignas(16) u32 raw[kHeads][kWords] = {};
   const bool rotates = kRope && Of != Kind::V && 8 * piece < p.rotary;
   const int low = kHalfSplit && rotates ? 4 * piece : 8 * piece, high = rotates ? low + p.rotary / 2 : low + 4;
-  const i64 at = sequence * t.stride_sequence + i * t.stride_row;
 #pragma unroll
   for (int h = 0; h < kHeads; h++) {
     if (!live || first + h >= t.heads) continue;
@@ -228,10 +301,8 @@ template <Kind Of> __device__ __forceinline__ void cast(const AppendParams& p, c
   }
 }
 
-// Blocks that a tensor takes.
-__device__ __forceinline__ int blocks_of(const AppendParams& p, const AppendTensor& t) {
-  return ceil_div(p.sequences * t.length, kKeys) * ceil_div(t.heads, kHeads);
-}
+// Blocks that so many rows of a tensor take.
+__device__ __forceinline__ int blocks_of(const AppendTensor& t, int rows) { return ceil_div(rows, kKeys) * ceil_div(t.heads, kHeads); }
 
 }  // namespace
 
@@ -240,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_kv(const __grid_co
   ptx::griddepcontrol_wait();
   int block = blockIdx.x;
   if (block-- == 0) return plan(p);
-  const int q = blocks_of(p, p.q), k = blocks_of(p, p.k);
+  const int q = blocks_of(p.q, p.q.length * (p.queries.cu_seqlens == nullptr ? p.sequences : 1)), k = blocks_of(p.k, p.k.length * p.sequences);
   if (block < q) cast<Kind::Q>(p, p.q, block);
   else if (block < q + k) cast<Kind::K>(p, p.k, block - q);
   else cast<Kind::V>(p, p.v, block - q - k);

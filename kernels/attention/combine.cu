@@ -4,7 +4,6 @@
 // Up to eight warps share a row. Each combines its splits, and their results meet in a fixed order, so that a call repeats
 // bit for bit. A sink joins the sum here. Partial O is F16 in units of v's descale, lse f32 to the base 2 (params.cuh has the layouts).
 #include "attention/config.cuh"
-#include "attention/pages.cuh"
 #include "attention/params.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
@@ -43,7 +42,7 @@ struct Combined {
 }  // namespace
 
 // grid (len_q, ceil(heads_q * row_warps / kWarps), batch), 32 kWarps threads. With sequences of unequal length: (queries of the longest,
-// .., sequences); one of a single part is the output already.
+// .., sequences); one of a single part is the output already. Over pages: (rows that there is room for, .., 1).
 extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(const __grid_constant__ CombineParams p) {
   __shared__ float sums[kWarps][32 * kMine], tops[kWarps], totals[kWarps];
   ptx::griddepcontrol_wait();
@@ -58,12 +57,14 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
     batch = axis_row / p.len_q, position = axis_row - batch * p.len_q;
     if (splits == 1 || first < 0 || (int)axis_row >= min(p.sequences.q_ends[blockIdx.z], p.batch * p.len_q)) return;
   }
-  u32 rows = p.batch * p.len_q * p.heads_q, row = axis_row * p.heads_q + head;
+  u32 rows = p.batch * p.len_q * p.heads_q, row = axis_row * p.heads_q + head, sequence = batch;
   if constexpr (kPaged) {
-    const int first = p.part_starts[blockIdx.z];
-    splits = p.part_starts[blockIdx.z + 1] - first;
-    if (splits == 1) return;  // it wrote the output
-    rows = p.len_q * p.heads_q, row = (first * p.len_q + blockIdx.x) * p.heads_q + head;
+    const u32 block = blockIdx.x / p.block_rows, i = blockIdx.x - block * p.block_rows;
+    if ((int)block >= p.counts->joins) return;
+    const Join join = p.joins[block];
+    if ((int)i >= join.rows) return;
+    sequence = join.sequence, batch = join.batch, position = join.row + i, splits = join.parts;
+    rows = join.stride * p.heads_q, row = (join.partial + i) * p.heads_q + head;
   }
   const bool exists = head < p.heads_q;
 
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
     words[0] = max(words[0], e.max), words[1] = max(words[1], e.min);
   }
   const u32 kv = head / (p.heads_q / p.heads_kv);
-  const float v_descale = exists ? p.v_descale[batch * p.v_descale_batch + kv * p.v_descale_head] : 0.0f;
+  const float v_descale = exists ? p.v_descale[sequence * p.v_descale_batch + kv * p.v_descale_head] : 0.0f;
 
   Combined all;
   for (int first = mine; exists && first < splits; first += kBatch << p.log2_row_warps) {
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
   if (!kExact && kMine * lane >= p.columns) return;
   const i64 at = batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head + kMine * lane;
   if (p.out_e4m3) {
-    const float quant_scale = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];
+    const float quant_scale = 1.0f / p.o_descale[sequence * p.o_descale_batch + kv * p.o_descale_head];
 #pragma unroll
     for (int j = 0; j < kMine; j += 2)
       reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = ptx::e4m3x2(out[j] * quant_scale, out[j + 1] * quant_scale);

@@ -138,9 +138,12 @@ struct Consumer {
   }
   // Queries and keys of work item i.
   __device__ __forceinline__ Lengths item_lengths(u32 i) const {
+#if PAGED
+    return {load_uniform(slot(i).queries), load_uniform(slot(i).keys)};
+#else
     if constexpr (kVarlen) return {load_uniform(slot(i).len_q), load_uniform(slot(i).len_k)};
-    const Lengths length = lengths(params, slot(i));
-    return kPaged ? Lengths{length.q, uniform(length.k)} : length;
+    return lengths(params, slot(i));
+#endif
   }
   // Sets values of keys that do not exist to zero in tile t, which has arrived, before a product meets them.
   __device__ __forceinline__ void clear_tail(u32 t) {

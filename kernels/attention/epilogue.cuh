@@ -79,12 +79,16 @@ __device__ __forceinline__ float row_amax(const float (&o)[kValueDim / 2], int r
 
 // Takes the rows of its sequence from the slot of the current item.
 __device__ __forceinline__ void load_rows(const Consumer& c, WorkItem& item) {
+  const WorkItem& slot = c.slot(c.item);
+#if PAGED
+  item.q_row = load_uniform(slot.q_row), item.queries = load_uniform(slot.queries);
+#else
   if constexpr (kVarlen) {
-    const WorkItem& slot = c.slot(c.item);
     OwnRows own = {};
     own = SequenceRows{load_uniform(slot.q_row), load_uniform(slot.len_q), 0, 0, 0, load_uniform(slot.splits)};
     static_cast<OwnRows&>(item) = own;
   }
+#endif
 }
 // Gives the slot of the current item back to the producer, after its last read.
 __device__ __forceinline__ void release_item(Consumer& c) {

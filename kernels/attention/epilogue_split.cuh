@@ -90,7 +90,11 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   if (kPv == Pv::Flush && c.flushed) flush<false>(c.o, c.flushed_o(), c.rows.flush_rescale, false);
   WorkItem item;
   item.tile = {load_uniform(c.slot(c.item).tile.batch), load_uniform(c.slot(c.item).tile.head), load_uniform(c.slot(c.item).tile.row), 0};
+#if PAGED
+  item.tile.partial = load_uniform(c.slot(c.item).tile.partial);
+#else
   item.tile.split = load_uniform(c.slot(c.item).tile.split);
+#endif
   item.logit_scale = load_uniform(c.slot(c.item).logit_scale);
   item.v_descale = load_uniform(c.slot(c.item).v_descale);
   load_rows(c, item);

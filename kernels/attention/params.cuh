@@ -1,5 +1,6 @@
 // Parameters that the host writes byte for byte (src/device/attention/params.rs). Strides count elements.
 #pragma once
+#include "attention/pages.cuh"
 #include "attention/schedule.cuh"
 #include "common/step_stats.cuh"
 #include "common/types.cuh"
@@ -85,7 +86,11 @@ struct CombineParams {
   const float* sinks;            // as in Params, as is what follows
   Sequences sequences;
   const int* sequence_splits;    // parts of each sequence
-  const int* part_starts;        // of a call on pages: the number of each sequence's first part, [batch + 1]
+  // Of a call on pages: what is joined, and rows of a block of it
+  const Counts* counts;
+  const Join* joins;
+  int block_rows;
+  int unused;
   const float* v_center;
 };
-static_assert(sizeof(CombineParams) == 8 * 8 + 7 * 8 + 8 * 4 + 9 * 8, "the host writes this layout");
+static_assert(sizeof(CombineParams) == 8 * 8 + 7 * 8 + 8 * 4 + 10 * 8 + 2 * 4, "the host writes this layout");

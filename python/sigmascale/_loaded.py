@@ -12,6 +12,7 @@ import struct
 import torch
 
 from . import _native
+from . import _native
 from ._errors import ArgumentError, SigmascaleError, UnsupportedError
 from ._serving import ScaleStream
 from .rl import must_flush
@@ -348,10 +349,32 @@ def _around(layer):
     return layer | {"k": descales, "scale": layer["scale"] | {"k": up_to_bf16(max(descales))}, "center": own["center"]["k"]}
 
 
+def _around(layer):
+    """A layer with the scale of its centered keys in place of that of its keys."""
+    own = layer.get("centered")
+    if own is None:
+        return layer
+    descales = own["k_descale"]
+    return layer | {"k": descales, "scale": layer["scale"] | {"k": up_to_bf16(max(descales))}, "center": own["center"]["k"]}
+
+
 def describe(scales):
     """The ranges of scales, for a log."""
     rows = {operand: [layer["scale"][operand] for layer in scales if operand in layer["scale"]] for operand in "qkv"}
     return ", ".join(f"{operand} {min(row):.4g} to {max(row):.4g}" for operand, row in rows.items() if row)
+
+
+# Where the largest constant of a rotation pair has less of the bound of k than this, its center gains nothing.
+_LEAST_BIAS = 0.1
+_CENTERS = ("auto", "off", "weights")
+
+
+def center_mode():
+    """What ``SIGMASCALE_CENTER`` asks for: ``"off"``, ``"weights"``, or ``"auto"``, which centers keys where a bias is large."""
+    value = os.environ.get("SIGMASCALE_CENTER", "").lower() or "auto"
+    if value not in _CENTERS:
+        raise ArgumentError(f"SIGMASCALE_CENTER is {value!r}: expected auto, off or weights")
+    return value
 
 
 # Where the largest constant of a rotation pair has less of the bound of k than this, its center gains nothing.
@@ -500,6 +523,10 @@ class Followed:
             self.centers = self._choose(scales)
         if self.centers:
             scales = {module: _around(layer) for module, layer in scales.items()}
+        if self.centers is None:
+            self.centers = self._choose(scales)
+        if self.centers:
+            scales = {module: _around(layer) for module, layer in scales.items()}
         changed = {module: layer for module, layer in scales.items() if layer != self.values.get(module)}
         if not self.values:
             what = f"of {len(self.modules)} layers from the weights"
@@ -538,6 +565,28 @@ class Followed:
             reason = f"their bounds hold up to position {positions}, and the engine takes sequences of {self._context}"
         if reason:
             self._log.info("Sigmascale: keys of %s are not centered: %s", self.name, reason)
+            return {}
+        none = lambda module: {"layer": self._loaded.indices[module], "k": None, "v": None}
+        centers = {module: found[module]["center"] if module in found else none(module) for module in self.modules}
+        self._log.info(
+            "Sigmascale: %s caches keys without the constant part that their biases give, in %d of %d layers: it has up to %.0f %% of the "
+            "bound of k (centers %s; SIGMASCALE_CENTER=off leaves it there)",
+            self.name,
+            len(found),
+            len(centers),
+            100 * share,
+            _native.center_hash(json.dumps(list(centers.values()))),
+        )
+        return centers
+
+    def _choose(self, scales):
+        """The centers of a model's first weights, by module; none where they gain nothing, or must not be."""
+        found = {module: layer["centered"] for module, layer in scales.items() if "centered" in layer}
+        share = max((share for own in found.values() for share in own["bias_share"]), default=0.0)
+        if not found or (self._center != "weights" and share < _LEAST_BIAS):
+            return {}
+        if self._center not in _CENTERS:
+            self._log.info("Sigmascale: keys of %s are not centered: %s", self.name, self._center)
             return {}
         none = lambda module: {"layer": self._loaded.indices[module], "k": None, "v": None}
         centers = {module: found[module]["center"] if module in found else none(module) for module in self.modules}

@@ -7,6 +7,8 @@ place (device tensors and host-side copies). A model whose scales cannot be comp
 
 Where keys have a large bias (Qwen2 and 2.5), its mean over positions is subtracted from them before they are cached: softmax does
 not see it, and FP8 rounds what is left. ``SIGMASCALE_CENTER=off`` leaves keys as they are.
+
+With ``--attention-backend CUSTOM`` attention over such a cache runs on this package's kernels (Hopper).
 """
 
 import logging
@@ -41,9 +43,23 @@ def _hook():
 
     recorded._sigmascale = True
     utils.record_metadata_for_reloading = recorded
+    _offer_backend()
     for kind in (Attention, MLAAttention):
         kind.process_weights_after_loading = _after_processing(kind.process_weights_after_loading)
     Attention._sigmascale_center = None
+    Attention._sigmascale_center = None
+
+
+def _offer_backend():
+    """Registers the attention backend under the name that vLLM keeps for plugins, unless another has it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if AttentionBackendEnum.CUSTOM.is_overridden():
+        logging.getLogger("vllm.plugins.sigmascale").warning(
+            "the attention backend CUSTOM is %s already: sigmascale's is not registered", AttentionBackendEnum.CUSTOM.get_path()
+        )
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, "sigmascale._vllm_attention.SigmascaleBackend")
 
 
 def refresh(model):
@@ -182,6 +198,48 @@ def _centered(self, query, key, value, *args, **kwargs):
     if center is not None and key is not None:
         if key.dtype.itemsize == 1:
             raise UnsupportedError("keys come to attention in FP8, so that no center can be subtracted: set SIGMASCALE_CENTER=off")
+        # In f32, so that the difference is rounded once.
+        key = (key.view(-1, *center.shape) - center).to(key.dtype)
+    return _forward(self, query, key, value, *args, **kwargs)
+
+
+def _may_center(config, attention):
+    """How keys may be centered: what ``SIGMASCALE_CENTER`` asks for, or why they must not be."""
+    from vllm.model_executor.layers.attention import Attention
+
+    asked = _loaded.center_mode()
+    if asked == "off":
+        return asked
+    modules = attention.values()
+    if any(type(module).forward not in (Attention.forward, _centered) for module in modules):
+        return "its attention modules have a forward of their own"
+    if any(getattr(module, "kv_sharing_target_layer_name", None) for module in modules):
+        return "layers share caches"
+    if any(getattr(module.impl, "sinks", None) is not None for module in modules):
+        return "its softmax has sinks"
+    if config.kv_transfer_config is not None and asked != "weights":
+        return (
+            "engines that share a cache need the same centers, which no connector checks. SIGMASCALE_CENTER=weights centers them: set it "
+            "where all engines serve the same checkpoint"
+        )
+    return asked
+
+
+def _center_keys():
+    """Replaces the forward of attention, once a model has centers."""
+    from vllm.model_executor.layers.attention import Attention
+
+    global _forward
+    if _forward is None:
+        _forward, Attention.forward = Attention.forward, _centered
+
+
+_forward = None
+
+
+def _centered(self, query, key, value, *args, **kwargs):
+    center = self._sigmascale_center
+    if center is not None and key is not None:
         # In f32, so that the difference is rounded once.
         key = (key.view(-1, *center.shape) - center).to(key.dtype)
     return _forward(self, query, key, value, *args, **kwargs)

@@ -13,8 +13,8 @@ use std::sync::{Mutex, PoisonError};
 /// The kernels on one device.
 #[pyclass(frozen)]
 pub struct Attention {
-    /// Without and with a check of lengths and block tables before each call on pages.
-    cuda: [OnDevice<Cuda>; 2],
+    /// As is fastest; with a check of lengths and block tables before each call on pages; without splits of keys on rows.
+    cuda: [OnDevice<Cuda>; 3],
     backward: OnDevice<BackwardEngine>,
     /// The kernels of one call begin before the one in front of them has ended, and rely on it being their own: those of two
     /// threads must not mix on one stream.
@@ -27,9 +27,11 @@ impl Attention {
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
-            let cuda = |checks| Cuda::new(&device).map(|cuda| OnDevice::new(cuda.with_table_checks(checks)));
+            let cuda = |checks, split| {
+                Cuda::new(&device).map(|cuda| OnDevice::new(cuda.with_table_checks(checks).with_split(split)))
+            };
             let backward = OnDevice::new(BackwardEngine::new(&device)?);
-            Ok(Self { cuda: [cuda(false)?, cuda(true)?], backward, launching: Mutex::new(()) })
+            Ok(Self { cuda: [cuda(false, true)?, cuda(true, true)?, cuda(false, false)?], backward, launching: Mutex::new(()) })
         })
     }
 
@@ -49,7 +51,7 @@ impl Attention {
     /// Puts cast and attention on the stream, or append and attention of a call on pages.
     fn forward(&self, py: Python<'_>, call: Call, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let cuda = &self.cuda[usize::from(call.checks_pages())];
+            let cuda = &self.cuda[if call.is_whole() { 2 } else { usize::from(call.checks_pages()) }];
             let ((call, tensors), workspace) = (call.forward()?, workspace.view("workspace")?);
             let stream = self::stream(cuda.device(), stream);
             // Compilation takes seconds: other threads' calls do not wait for it.
@@ -62,7 +64,7 @@ impl Attention {
     /// Puts the attention alone on the stream, on what [`Attention::forward`] left in the same workspace. For benchmarks.
     fn attend(&self, py: Python<'_>, call: Call, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let [cuda, _] = &self.cuda;
+            let [cuda, ..] = &self.cuda;
             let ((call, tensors), workspace) = (call.forward()?, workspace.view("workspace")?);
             let stream = self::stream(cuda.device(), stream);
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);

@@ -7,8 +7,8 @@ use pyo3::sync::PyOnceLock;
 use sigmascale::attention::{AttentionCall, AttentionShape, Keeps, Mask, PvAccumulator, Sequence};
 use sigmascale::cuda::DevicePtr;
 use sigmascale::device::attention::{
-    BackwardOptions, BackwardTensors, Centers, Delta, Descales, DeviceCall, Element, Keys, NewTokens, RowBounds, SavedOperands,
-    SavedRows, Tensors, ValuePages, View,
+    BackwardOptions, BackwardTensors, Centers, Delta, Descales, DeviceCall, Element, Keys, NewTokens, PackedQueries,
+    RowBounds, SavedOperands, SavedRows, Splits, Tensors, ValuePages, View,
 };
 use sigmascale::device::attention::{Pages as CachePages, Rope as Tables, Sequences as Places};
 use sigmascale::{Error, Result};
@@ -108,6 +108,8 @@ pub struct Terms {
     v_center: Option<Array>,
     accumulator: String,
     keeps: String,
+    /// Parts that keys are split into; 0: as is fastest.
+    splits: usize,
     pub sequences: Option<Sequences>,
     /// Of logits in E4M3, `(n_q)`; `None`: they stay in f32.
     pub logit_descale: Option<Array>,
@@ -141,9 +143,19 @@ struct Rope {
     interleaved: bool,
 }
 
-/// A cache in pages, and whether block tables and lengths are checked before the call.
+/// A cache in pages, and how a call goes through it.
 #[derive(FromPyObject)]
-struct Pages(Array, Array, Array, Array, bool);
+struct Pages {
+    k: Array,
+    v: Array,
+    block_table: Array,
+    lengths: Array,
+    /// Where the queries of each sequence begin, and how many the longest has: of packed ones.
+    cu_seqlens_q: Option<Array>,
+    max_seqlen_q: usize,
+    /// Whether block tables and lengths are checked before the call.
+    checked: bool,
+}
 
 /// A call: its operands and results, `None` for those that it does not have.
 #[derive(FromPyObject)]
@@ -199,7 +211,12 @@ impl Call {
     }
 
     pub fn checks_pages(&self) -> bool {
-        matches!(self.pages, Some(Pages(.., true)))
+        self.pages.as_ref().is_some_and(|pages| pages.checked)
+    }
+
+    /// Whether the keys of a call on rows must not be split.
+    pub fn is_whole(&self) -> bool {
+        self.pages.is_none() && self.terms.splits == 1
     }
 
     pub fn shape(&self) -> Result<AttentionShape> {
@@ -253,7 +270,7 @@ impl Call {
     }
 
     fn keys_and_values(&self) -> Result<Keys> {
-        let Some(Pages(k_pages, v_pages, block_table, lengths, _)) = &self.pages else {
+        let Some(pages) = &self.pages else {
             return Ok(Keys::Rows { k: self.keys()?.view("k")?, v: self.values()?.view("v")? });
         };
         let new = match &self.k {
@@ -261,14 +278,19 @@ impl Call {
             None => None,
         };
         Ok(Keys::Pages(CachePages {
-            k: k_pages.view("k pages")?,
+            k: pages.k.view("k pages")?,
             // Of six dimensions where they are tiled, of four where they are rows.
-            v: match v_pages.shape.len() {
-                6 => ValuePages::Tiled(v_pages.view("v pages")?),
-                _ => ValuePages::Rows(v_pages.view("v pages")?),
+            v: match pages.v.shape.len() {
+                6 => ValuePages::Tiled(pages.v.view("v pages")?),
+                _ => ValuePages::Rows(pages.v.view("v pages")?),
             },
-            block_table: block_table.view("block table")?,
-            lengths: lengths.view("lengths")?,
+            block_table: pages.block_table.view("block table")?,
+            lengths: pages.lengths.view("lengths")?,
+            queries: match &pages.cu_seqlens_q {
+                Some(starts) => Some(PackedQueries { cu_seqlens: starts.view("cu_seqlens_q")?, longest: pages.max_seqlen_q }),
+                None => None,
+            },
+            splits: if self.terms.splits == 0 { Splits::Fastest } else { Splits::Parts(self.terms.splits) },
             new,
         }))
     }

@@ -355,7 +355,7 @@ def biases(sign=1.0, size=100.0):
     draw = torch.Generator().manual_seed(0)
     for number in range(6):
         k = torch.zeros(2, 2, 32)
-        k[:, :, 16:] = size * torch.randn(2, 2, 16, generator=draw) * (number < 5)
+        k[:, :, 24:] = size * torch.randn(2, 2, 8, generator=draw) * (number < 5)
         rows = {"q": torch.zeros(256), "k": sign * k.flatten(), "v": torch.zeros(128)}
         yield from ((f"model.layers.{number}.self_attn.{role}_proj.bias", row.bfloat16()) for role, row in rows.items())
 
@@ -452,11 +452,14 @@ def test_keys_that_are_left_as_they_are(options, size, why):
     assert [why in line for _, line in log.lines[:-1]] == [True] * (why is not None)
 
 
-def test_a_small_bias_is_centered_when_asked():
-    engine, followed, _, centers, _ = biased(center="weights")
-    engine.load_weights([*weights(), *biases(size=0.001)])
+@pytest.mark.parametrize("center", ["auto", "weights"])
+def test_a_bias_below_the_least_is_centered_when_asked(center, monkeypatch):
+    # This one has 45 % of the bound of k.
+    monkeypatch.setattr("sigmascale._loaded._LEAST_BIAS", 0.5)
+    engine, followed, _, centers, _ = biased(center=center)
+    engine.load_weights([*weights(), *biases(size=2.0)])
     followed.refresh()
-    assert any(row is not None for row in centers.values())
+    assert any(row is not None for row in centers.values()) == (center == "weights")
 
 
 def test_the_word_for_centers(monkeypatch):

@@ -56,7 +56,7 @@ def test_estimates_rise_to_the_norm_with_every_refresh(estimator):
     first = runtime.estimates()
     assert first["steps"].tolist() == [5, 5] and first["guarantee"] == "none"
     last = first["sigma"]
-    for step in range(60):
+    for _ in range(60):
         runtime.refresh()
         now = runtime.estimates()["sigma"]
         assert (now >= last * (1 - 1e-5)).all()
@@ -209,13 +209,16 @@ def plain_logits(q, k):
 def test_calls_without_scales_for_logits_are_refused():
     model = Small()
     q, k, v = (torch.randn(1, 5, n, R) for n in (HEADS, KV, KV))
+    plain, cast = attach(model), attach(model, "geometry-c-star", logits="e4m3")
     with pytest.raises(sigmascale.UnsupportedError, match="no descales of logits"):
-        fp8.attention(q, k, v, attach(model).layers[0], logits="e4m3")
+        fp8.attention(q, k, v, plain.layers[0], logits="e4m3")
     with pytest.raises(TypeError, match="four descales"):
         fp8.attention(q, k, v, [torch.ones(KV)] * 3, logits="e4m3")
     with pytest.raises(sigmascale.MismatchError, match="one for each query head"):
         fp8.attention(q, k, v, [torch.ones(KV)] * 4, logits="e4m3")
-    plan = attach(model, "geometry-c-star", logits="e4m3").layers[0]
+    with pytest.raises(sigmascale.UnsupportedError, match="center"):
+        fp8.attention(q, k, v, cast.layers[0], centers=(torch.zeros(KV, R), None))
+    plan = cast.layers[0]
     with pytest.raises(sigmascale.UnsupportedError, match="dropout"):
         fp8.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), plan=plan, dropout_p=0.5, enable_gqa=True, fallback="bf16"

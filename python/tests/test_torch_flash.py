@@ -64,9 +64,6 @@ OTHERS = {
     },
     "flash_attn_with_kvcache": {
         "qv": 1,
-        "cu_seqlens_q": 1,
-        "cu_seqlens_k_new": 1,
-        "max_seqlen_q": 4,
         "rotary_seqlens": 1,
         "q_descale": 1,
         "k_descale": 1,
@@ -74,7 +71,7 @@ OTHERS = {
         "attention_chunk": 4,
     },
 }
-SCHEDULES = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+SCHEDULES = {"num_splits": 1, "pack_gqa": True, "sm_margin": 8}
 
 
 def make(*shape, seed=0, dtype=torch.bfloat16):
@@ -131,10 +128,9 @@ CHANGES = {
     "softcap": (0.5, "changed"),
     "alibi_slopes": (torch.ones(4), "refused"),
     "deterministic": (True, "refused"),
-    "block_table": (torch.zeros(2, 1, dtype=torch.int32), "refused"),
     "cache_batch_idx": (torch.tensor([1, 0], dtype=torch.int32), "changed"),
     "cache_leftpad": (torch.tensor([2, 3], dtype=torch.int32), "changed"),
-    "num_splits": (4, "same"),
+    "num_splits": (1, "same"),
     "rotary_interleaved": (False, "same"),
 }
 
@@ -143,7 +139,7 @@ CHANGES = {
 def test_every_argument_is_taken_or_refused_by_name(function):
     plain = run(function)
     for name in SIGNATURES[function]:
-        if name not in CHANGES or (function == "flash_attn_with_kvcache" and name == "block_table"):
+        if name not in CHANGES:
             continue
         value, effect = CHANGES[name]
         if effect == "refused":
@@ -152,7 +148,7 @@ def test_every_argument_is_taken_or_refused_by_name(function):
         else:
             assert torch.equal(run(function, **{name: value}), plain) == (effect == "same"), name
     left = set(SIGNATURES[function]) - set(CHANGES) - set(given(function))
-    assert left <= {"rotary_cos", "rotary_sin", "return_attn_probs", "return_softmax_lse"}, left
+    assert left <= {"rotary_cos", "rotary_sin", "return_attn_probs", "return_softmax_lse", "block_table"}, left
 
 
 @pytest.mark.parametrize("function", OTHERS)
@@ -257,3 +253,86 @@ def test_entries_of_a_block_table_behind_a_sequence_may_hold_anything():
 def test_a_row_that_the_cache_does_not_have_is_named():
     with pytest.raises(ValueError, match="cache_batch_idx .*2 .*0 to 1"):
         run("flash_attn_with_kvcache", cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32))
+
+
+def test_packed_queries_over_pages_are_each_sequence_alone():
+    arguments = given("flash_attn_with_kvcache")
+    caches = [torch.cat([x, x.flip(0)]).reshape(8, 8, 2, 32) for x in (arguments["k_cache"], arguments["v_cache"])]
+    # More rows than sequences, and entries behind their ends that name no page.
+    table = torch.tensor([[3, 0], [5, -9], [6, 1], [99, 99]], dtype=torch.int32)
+    lengths, cu = torch.tensor([11, 5, 16], dtype=torch.int32), torch.tensor([0, 4, 4, 5], dtype=torch.int32)
+    q = make(5, 4, 32, seed=9)
+    shared = {"causal": True, "plan": PLAN, "return_softmax_lse": True}
+    out, lse = fp8.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths, block_table=table, cu_seqlens_q=cu, max_seqlen_q=4, **shared
+    )
+    assert out.shape == q.shape and lse.shape == (4, 5)
+    for sequence, rows in enumerate([slice(0, 4), None, slice(4, 5)]):
+        if rows is None:
+            continue
+        alone, alone_lse = fp8.flash_attn_with_kvcache(
+            q[rows][None], *caches, cache_seqlens=lengths[[sequence]], block_table=table[[sequence]], **shared
+        )
+        assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
+    # As engines call it.
+    varlen = fp8.flash_attn_varlen_func(q, *caches, cu, None, 4, None, causal=True, block_table=table, seqused_k=lengths, plan=PLAN)
+    assert torch.equal(varlen, out)
+
+
+def test_new_keys_of_packed_queries_go_behind_their_sequences():
+    arguments = given("flash_attn_with_kvcache")
+    caches = [x.clone() for x in (arguments["k_cache"], arguments["v_cache"])]
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    k, v, q = make(4, 2, 32, seed=5), make(4, 2, 32, seed=6), make(3, 4, 32, seed=7)
+    call = lambda: fp8.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=arguments["cache_seqlens"], cu_seqlens_q=starts, cu_seqlens_k_new=starts, plan=PLAN
+    )
+    before = [x.clone() for x in caches]
+    call()
+    for cache, old, new in zip(caches, before, (k, v)):
+        assert torch.equal(cache[0, 7], new[0]) and torch.equal(cache[1, 9:11], new[1:3])
+        old[0, 7], old[1, 9:11] = new[0], new[1:3]
+        assert torch.equal(cache, old)
+    with pytest.raises(sigmascale.ArgumentError, match="give cu_seqlens_k_new"):
+        fp8.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=7, cu_seqlens_q=starts, plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"softcap": -1.0}, "softcap"),
+        ({"softmax_scale": 0.0}, "softmax_scale"),
+        ({"sinks": torch.ones(3)}, "sinks have shape"),
+        ({"num_splits": 2}, "num_splits=2"),
+        ({"num_splits": -1}, "num_splits -1"),
+        ({"accumulator": "fp8-7"}, "accumulator"),
+        ({"backend": "fa4"}, "backend"),
+        ({"plan": [x.double() for x in PLAN]}, "float64"),
+        ({"plan": [x.expand(3, -1) for x in PLAN]}, "the q descale has shape"),
+        ({"q": make(2, 3, 3, 32)}, "not a multiple"),
+        ({"v_cache": torch.zeros(1, 2, 1, 4, 8, 16, dtype=torch.bfloat16)}, "value_pages"),
+    ],
+)
+def test_nothing_is_written_before_every_check_has_passed(changed, message):
+    arguments = given("flash_attn_with_kvcache") | {"plan": PLAN} | changed
+    before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    with pytest.raises((ValueError, sigmascale.SigmascaleError, TypeError), match=message):
+        fp8.flash_attn_with_kvcache(**arguments)
+    assert all(torch.equal(arguments[name], x) for name, x in zip(("k_cache", "v_cache"), before))
+
+
+def test_a_call_without_queries_has_no_rows():
+    empty = {"q": make(2, 0, 4, 32), "k": None, "v": None}
+    out, lse = run("flash_attn_with_kvcache", **empty, return_softmax_lse=True)
+    assert out.shape == (2, 0, 4, 32) and lse.shape == (2, 4, 0)
+    # New keys are written all the same.
+    arguments = given("flash_attn_with_kvcache") | {"q": empty["q"]}
+    assert fp8.flash_attn_with_kvcache(**arguments, plan=PLAN).shape == (2, 0, 4, 32)
+    assert torch.equal(arguments["k_cache"][0, 7:10], arguments["k"][0])
+    q = make(0, 5, 4, 32).requires_grad_()
+    k = make(0, 5, 2, 32)
+    out = fp8.flash_attn_func(q, k, k, plan=PLAN)
+    out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
+    none = {"q": make(0, 4, 32), "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "max_seqlen_q": 0}
+    assert run("flash_attn_varlen_func", **none).shape == (0, 4, 32)

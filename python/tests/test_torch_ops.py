@@ -395,3 +395,18 @@ def test_the_kernels_offer_heads_up_to_256():
     for d in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
         assert _native.Attention.offers(*d)
     assert not _native.Attention.offers(264, 264) and not _native.Attention.offers(64, 60)
+
+
+@pytest.mark.parametrize("lead", [(), (2, 3)], ids=["no batch", "two dimensions"])
+def test_sdpa_takes_any_number_of_batch_dimensions(lead):
+    make = lambda heads, seed: torch.randn(*lead, heads, 6, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    q, k, v = make(4, 1), make(2, 2), make(2, 3)
+    plan = [torch.full((2,), 0.02) for _ in range(3)]
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    flat = [x.reshape(-1, *x.shape[-3:]) for x in (q, k, v)]
+    expected = fp8.scaled_dot_product_attention(*flat, is_causal=True, enable_gqa=True, plan=plan)
+    for mask in ({"is_causal": True}, {"attn_mask": seen}, {"attn_mask": seen.expand(*lead, 1, 6, 6)}):
+        out = fp8.scaled_dot_product_attention(q, k, v, enable_gqa=True, plan=plan, **mask)
+        assert out.shape == q.shape and torch.equal(out.reshape_as(expected), expected)
+    with pytest.raises(sigmascale.MismatchError, match="in front of the heads"):
+        fp8.scaled_dot_product_attention(q[None], k, v, plan=plan)

@@ -26,7 +26,7 @@ MODEL = str(ROOT / "data" / "tiny-llama")
 def declared():
     """The keys of every result class with their types, read from the overloads of ``__getitem__``."""
     source = pathlib.Path(sigmascale.__file__).with_name("_results.py").read_text()
-    names = {"types": _types, "Literal": typing.Literal, "list": list, "Audit": sigmascale.Audit}
+    names = {"types": _types, "Any": typing.Any, "Literal": typing.Literal, "list": list, "Audit": sigmascale.Audit}
     found = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
-_TRAINING, _INFERENCE = "f16", "fp8-256"
+_TRAINING, INFERENCE = "f16", "fp8-256"
 
 
 @overload
@@ -171,8 +171,12 @@ class How:
     fallback: str | None = None
     gradients: str | None = None
     logits: str | None = None
+    # Parts that keys are split into; 0: as is fastest.
+    splits: int = 0
 
     def __post_init__(self):
+        if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 0:
+            raise ArgumentError(f"num_splits {self.splits!r} must be a whole number, 0 for as many as are fastest")
         if self.logits not in (None, "e4m3"):
             raise ArgumentError(f"logits {self.logits!r} must be 'e4m3' or None")
         if self.fallback not in (None, "bf16"):
@@ -230,21 +234,32 @@ def attend(
     rope=None,
     centers=None,
     how=How(),
+    loaded=None,
 ):
     """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's
     own, whose output has the operands' type and which may have no LSE.
 
     ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` and ``window`` would.
     ``window``: the keys that a query sees before its own and after it (-1: all). ``sequences``: :class:`Sequences` in
-    place of ``mask``.
+    place of ``mask``. ``loaded``: gives k and v once every check has passed; those given before have their shapes and types alone.
     """
     q, k, v = lowered(q, k, v)
     check(q, k, v, sequences)
+    if how.splits > 1:
+        raise UnsupportedError(
+            f"num_splits={how.splits} is offered on pages in E4M3; elsewhere give 1 for no split, or 0 for as many as are fastest"
+        )
+    if 0 in q.shape[:2]:
+        # No query: nothing to attend from. Gradients are zeros.
+        if loaded is not None:
+            loaded()
+        out = q.new_zeros((*q.shape[:3], v.shape[3])) + sum(x[:0].sum() for x in (q, k, v) if x.dtype != E4M3)
+        return out, q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
-    sinks, (left, right) = _sinks(sinks, q), _window(window, causal, *lengths)
+    sinks, (left, right) = sinks_of(sinks, q), window_of(window, causal, *lengths)
     saves = _saves(q, k, v, sinks)
-    accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan, call) else _INFERENCE)
+    accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan, call) else INFERENCE)
     keeps = _kept(q, call, how, accumulator) if saves else NOTHING
     k_center, v_center = centers_of(centers, q, k, v, plan, softcap or call.logit_descale is not None, sinks)
     terms = Terms(
@@ -258,6 +273,7 @@ def attend(
         v_center=v_center,
         accumulator=accumulator,
         keeps=keeps,
+        splits=how.splits,
         sequences=sequences,
         logit_descale=call.logit_descale,
     )
@@ -280,6 +296,8 @@ def attend(
         raise UnsupportedError(
             f"logits='e4m3' is for this package's attention, and this call is not for it: {reason}. Leave it out"
         )
+    if loaded is not None and not (refused and call.fallback is None):
+        _, k, v = lowered(q, *loaded())
     # PyTorch's own gives a log-sum-exp by a slow way alone.
     if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _measured.slower(q, k, v, calls[0])
@@ -323,7 +341,7 @@ def _short(value):
     return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
 
 
-def _window(window, causal, queries, keys):
+def window_of(window, causal, queries, keys):
     """A window without the sides that hide nothing."""
     left, right = window
     hides = lambda width, most: width is not None and 0 <= width < most - 1
@@ -334,7 +352,7 @@ def _softcap(softcap):
     return None if not softcap else positive("softcap", softcap)
 
 
-def _sinks(sinks, q):
+def sinks_of(sinks, q):
     if sinks is None:
         return None
     if not isinstance(sinks, torch.Tensor):
@@ -456,7 +474,7 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
                 f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, "
                 f"not {_short(plan)}"
             )
-        descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
+        descales = tuple(row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
         words, scale, label = None, q.shape[3] ** -0.5, None
         backend, fallback = how.backend or "auto", how.fallback
     if q.dtype == E4M3 and (descales is None or backend == "cudnn"):
@@ -467,6 +485,8 @@ def resolve(q, k, v, plan, softmax_scale, how, keys):
         scale = positive("softmax_scale", softmax_scale)
     if backend not in _backends.NAMES:
         raise ArgumentError(f"backend {backend!r} is not one of {', '.join(_backends.NAMES)}")
+    if how.splits and backend in ("fa3", "cudnn", "torch"):
+        raise ArgumentError(f"backend {backend!r} splits keys as it likes: leave num_splits out")
     if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
         raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
     widest = max(q.shape[3], v.shape[3])
@@ -510,7 +530,8 @@ def check(q, k, v, sequences=None):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{name} must be (batch, seq, heads, d_head), not {shape}")
-        if 0 in x.shape:
+        # A batch may be empty, or have no query.
+        if 0 in x.shape[2:] or (x.shape[1] == 0 and name != "q" and q.shape[0] > 0 and q.shape[1] > 0):
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}: there is nothing to attend to or from")
         if x.dtype not in (*_DTYPES, E4M3):
             raise ArgumentError(
@@ -541,7 +562,7 @@ def check(q, k, v, sequences=None):
             )
 
 
-def _row(descale, key, batch, n_kv, device):
+def row(descale, key, batch, n_kv, device):
     if not isinstance(descale, torch.Tensor):
         raise TypeError(f"the {key} descale must be a tensor, not {type(descale).__name__}")
     if descale.shape not in ((n_kv,), (batch, n_kv)):
@@ -595,7 +616,7 @@ def scaled_dot_product_attention(
     fallback: Fallback = None,
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq,
-    d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``. As in PyTorch,
+    d_head)``, also without a batch or with several dimensions of it, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``. As in PyTorch,
     ``is_causal`` aligns to the first query and the first key, and ``attn_mask`` may be a bias of
     ``torch.nn.attention.bias``.
 
@@ -604,9 +625,22 @@ def scaled_dot_product_attention(
     go to PyTorch's own attention by ``fallback="bf16"``.
     """
     for name, x in [("query", query), ("key", key), ("value", value)]:
-        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
+            raise ArgumentError(f"{name} must be (.., heads, seq, d_head), not {shape}")
+        if x.shape[:-3] != query.shape[:-3]:
+            raise MismatchError(
+                f"{name} has shape {tuple(x.shape)} and query {tuple(query.shape)}: all dimensions in front of the heads must agree"
+            )
+    if query.dim() != 4:
+        # Without a batch, or with several dimensions of it.
+        lead = query.shape[:-3]
+        if isinstance(attn_mask, torch.Tensor) and not isinstance(attn_mask, CausalBias) and attn_mask.dim() > 3:
+            attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
+        flat = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        how = {"scale": scale, "enable_gqa": enable_gqa, "plan": plan, "backend": backend, "accumulator": accumulator}
+        out = scaled_dot_product_attention(*flat, attn_mask, dropout_p, is_causal, **how, fallback=fallback)
+        return out.reshape(*lead, *out.shape[1:])
     # PyTorch spreads a single head over the queries' without being told.
     if key.shape[1] not in (1, query.shape[1]) and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")

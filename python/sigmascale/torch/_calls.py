@@ -12,7 +12,6 @@ import warnings
 
 import torch
 
-
 # No layer: descales that were given, and exported programs.
 NONE = -1
 _NUMBERS = itertools.count()

@@ -1,7 +1,7 @@
 """FlashAttention's functions in FP8: the arguments of ``flash_attn`` 2, in its order and with its defaults, and a plan.
 
-Keywords that FlashAttention-3 has beside are taken where they ask for nothing, or for how the work is shared out, and
-refused by name otherwise.
+Of the keywords that FlashAttention-3 has beside, ``num_splits`` and those of packed queries are taken. The rest is taken where it asks
+for nothing, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` as hints that change no result, and refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
-from ._attention import How, attend, pair, typed
-from ._centers import subtracted
+from ._attention import INFERENCE, How, attend, pair, row, sinks_of, typed, window_of
+from ._centers import model_lse, refuse, subtracted
 from ._e4m3 import E4M3, cast
-from ._terms import Sequences, checked
+from ._terms import Sequences, Terms, checked
 
 if TYPE_CHECKING:
     from ._typing import Backend, Fallback, Plan
@@ -45,11 +46,11 @@ def flash_attn_func(
     type of ``q``, bfloat16 where that is E4M3.
 
     With ``return_attn_probs`` also the log-sum-exp ``(batch, n_q_heads, seq)``, and ``None`` for the probabilities,
-    which are not kept. ``deterministic`` is ``torch.use_deterministic_algorithms``. Dropout is refused, or goes to
+    which are not kept. ``num_splits=1`` (of FlashAttention-3) splits no keys over blocks of the device. ``deterministic`` is ``torch.use_deterministic_algorithms``. Dropout is refused, or goes to
     PyTorch's own attention by ``fallback="bf16"``; ALiBi slopes are refused. ``sinks`` ``(n_q_heads,)`` join the row
     sums.
     """
-    _refuse("flash_attn_func", others, alibi_slopes=alibi_slopes)
+    known = _refuse("flash_attn_func", others, alibi_slopes=alibi_slopes)
     _check_deterministic(deterministic)
     window_size = pair("window_size", window_size)
     out, lse = attend(
@@ -64,7 +65,7 @@ def flash_attn_func(
         sinks=sinks,
         dropout=dropout_p,
         return_lse=return_attn_probs,
-        how=How(backend, accumulator, fallback),
+        how=How(backend, accumulator, fallback, splits=known.get("num_splits", 0)),
     )
     out = typed(out, q)
     return (out, lse, None) if return_attn_probs else out
@@ -75,7 +76,7 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     dropout_p: float = 0.0,
@@ -86,7 +87,7 @@ def flash_attn_varlen_func(
     alibi_slopes: None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: None = None,
+    block_table: torch.Tensor | None = None,
     *,
     plan: Plan,
     seqused_k: torch.Tensor | None = None,
@@ -104,10 +105,43 @@ def flash_attn_varlen_func(
     be None for all tokens, which starts more work than is needed. ``seqused_k``: how many of its keys each sequence
     uses. With ``return_attn_probs`` the log-sum-exp is ``(n_q_heads, total_q)``. Otherwise as
     :func:`flash_attn_func`.
+
+    With ``block_table`` ``(sequences, pages)`` k and v are caches in pages ``(pages, page_size, n_kv_heads, d_head)``, and
+    ``seqused_k`` (or the differences of ``cu_seqlens_k``) says how many keys each sequence has there: prefills and decodes in
+    one call, without gradients, as :func:`flash_attn_with_kvcache` with ``cu_seqlens_q``.
     """
-    _refuse("flash_attn_varlen_func", others, alibi_slopes=alibi_slopes, block_table=block_table)
+    known = _refuse("flash_attn_varlen_func", others, alibi_slopes=alibi_slopes)
     _check_deterministic(deterministic)
     window_size = pair("window_size", window_size)
+    if block_table is not None:
+        if dropout_p:
+            raise UnsupportedError("dropout_p is not supported in FP8 over pages: leave it 0")
+        if seqused_k is None and cu_seqlens_k is None:
+            raise ArgumentError("pages have no ends of their own: give seqused_k, how many keys each sequence has")
+        lengths = seqused_k if seqused_k is not None else _integers("cu_seqlens_k", cu_seqlens_k).diff()
+        out = flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            cache_seqlens=lengths,
+            block_table=block_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            num_splits=known.get("num_splits", 0),
+            return_softmax_lse=return_attn_probs,
+            plan=plan,
+            sinks=sinks,
+            backend=backend,
+            accumulator=accumulator,
+            fallback=fallback,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+        )
+        return (*out, None) if return_attn_probs else out
+    if cu_seqlens_k is None:
+        raise ArgumentError("cu_seqlens_k says where the keys of each sequence begin: give it, or pages and a block_table")
     for name, x in [("q", q), ("k", k), ("v", v)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 3:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
@@ -128,7 +162,7 @@ def flash_attn_varlen_func(
         sinks=sinks,
         dropout=dropout_p,
         return_lse=return_attn_probs,
-        how=How(backend, accumulator, fallback),
+        how=How(backend, accumulator, fallback, splits=known.get("num_splits", 0)),
     )
     out = typed(out[0], q)
     return (out, lse[0], None) if return_attn_probs else out
@@ -234,95 +268,261 @@ def flash_attn_with_kvcache(
 
     The caches may be E4M3: new keys and values are cast by the plan, old ones are not cast again. ``cache_seqlens`` is
     an int, or a tensor that stays on the device: one call for the whole batch, whatever the lengths. On a GPU they are
-    not validated. Pages (``block_table``) of 16 to 256 tokens in E4M3 are read in place; values may also have the
-    layout of :func:`value_pages`. If ``rotary_cos`` is given, the kernel rotates new keys for such pages, and PyTorch
-    rotates new keys and queries in all other cases. Other paged caches are first gathered into a copy. The kernel
-    chooses ``num_splits``.
+    not validated. Pages (``block_table``) of 16 to 256 tokens in E4M3 are read in place, with windows and sinks; values
+    may also have the layout of :func:`value_pages`. If ``rotary_cos`` is given, the kernel rotates new keys for such
+    pages, and PyTorch rotates new keys and queries in all other cases. Other paged caches are first gathered into a copy.
+
+    With ``cu_seqlens_q`` queries are packed, ``(total_q, heads, d_head)``, prefills and decodes in one call, of at most
+    ``max_seqlen_q`` a sequence. They and the lengths are read on the device, so that a graph captured with the largest batch
+    serves every step: sequences without queries cost nothing, and rows behind the last sequence get zeros. New keys and
+    values are then packed likewise, by ``cu_seqlens_k_new``. The log-sum-exp is ``(heads, total_q)``.
+
+    ``num_splits``: into how many parts the keys of each sequence are split over the device, which fixes the order of sums; 0
+    for as many as are fastest for this batch. More than one is offered on E4M3 pages.
     """
     known = _refuse("flash_attn_with_kvcache", others, alibi_slopes=alibi_slopes)
     block_table = known.get("page_table") if block_table is None else block_table
-    _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
     window_size = pair("window_size", window_size)
-    plain = window_size == (-1, -1) and not softcap and sinks is None and cache_leftpad is None
-    if plain and backend in (None, "auto", "native") and _paged.takes(q, k_cache, block_table):
-        _refuse("flash_attn_with_kvcache on E4M3 pages", {}, cache_batch_idx=cache_batch_idx)
-        with torch.no_grad():
-            rotary = (rotary_cos, rotary_sin)
-            room = block_table.shape[1] * k_cache.shape[1]
-            lengths = cache_lengths(cache_seqlens, q.shape[0], 0 if k is None else k.shape[1], room)
-            out, lse = _paged.attend(
-                q,
-                k_cache,
-                v_cache,
-                k,
-                v,
-                rotary,
-                rotary_interleaved,
-                lengths,
-                block_table,
-                softmax_scale,
-                causal,
-                plan,
-                return_softmax_lse,
-            )
-        out = typed(out, q)
-        return (out, lse) if return_softmax_lse else out
+    packed_q = _Packed.of(q, known)
+    q, given = packed_q.batched(q), q
+    k, v = packed_q.new_tokens(k, v)
+    batch = packed_q.sequences(q)
+    _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table, packed_q)
+    how = How(backend, accumulator, fallback, splits=num_splits)
+    descales = plan_rows(plan, q, k_cache.shape[2], batch, k_cache.dtype == E4M3)
+    reason = _paged.refusal(q, k_cache, block_table)
+    if softcap:
+        reason = reason or "the kernels over pages take no softcap"
+    if cache_leftpad is not None:
+        reason = reason or "the kernels over pages take no cache_leftpad"
+    if backend not in (None, "auto", "native"):
+        reason = reason or f"backend {backend!r} has no kernels over pages"
+    if reason is not None and v_cache.dim() == 6:
+        raise ArgumentError(
+            f"v_cache is in the order of value_pages, which only the kernels over pages read, and {reason}: give values as "
+            "(pages, page_size, n_kv_heads, d_head)"
+        )
+    if reason is not None and how.splits > 1:
+        raise UnsupportedError(f"num_splits={how.splits} is offered by the kernels over pages alone, and {reason}: give 0 or 1")
+    if (rotary_cos is not None or rotary_sin is not None) and packed_q.starts is not None:
+        raise UnsupportedError("rotary_cos is not offered with cu_seqlens_q: rotate q and k before the call")
+    if (rotary_cos is not None or rotary_sin is not None) and cache_leftpad is not None:
+        raise UnsupportedError("rotary_cos is not offered with cache_leftpad: rotate q and k before the call")
     with torch.no_grad():
-        given, new = q, 0 if k is None else k.shape[1]
+        new = packed_q.most_new(k)
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-        lengths = cache_lengths(cache_seqlens, q.shape[0], new, capacity)
+        lengths = cache_lengths(cache_seqlens, batch, new, capacity)
         if not isinstance(lengths, torch.Tensor) and lengths + new == 0:
             # An empty cache: no row sees a key.
-            lengths = torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
-        if block_table is not None:
-            block_table = _pages(block_table, lengths, new, k_cache)
-        if rotary_cos is not None or rotary_sin is not None:
-            if cache_leftpad is not None:
-                raise UnsupportedError("rotary_cos is not offered with cache_leftpad: rotate q and k before the call")
-            together = not causal and window_size == (-1, -1)
-            q, k = _rotated(q, k, rotary_cos, rotary_sin, lengths, bool(rotary_interleaved), together, capacity)
-        if k_cache.dtype == E4M3:
-            q, k, v = cast_new(q, k, v, plan)
-        if new:
-            _append(k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx)
-        if block_table is not None:
-            k_cache, v_cache = (x[block_table].flatten(1, 2) for x in (k_cache, v_cache))
-        elif cache_batch_idx is not None:
-            k_cache, v_cache = (x[cache_batch_idx.long()] for x in (k_cache, v_cache))
-        sequences = None
-        if isinstance(lengths, torch.Tensor) or cache_leftpad is not None:
-            sequences = _filled(lengths, new, cache_leftpad, q, capacity)
+            lengths = torch.zeros(batch, dtype=torch.int32, device=q.device)
+        if reason is None:
+            rotary = (rotary_cos, rotary_sin, bool(rotary_interleaved))
+            out, lse = _on_pages(
+                q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q, descales, plan,
+                (softmax_scale, bool(causal), window_size, sinks), how, return_softmax_lse,
+            )  # fmt: skip
         else:
-            k_cache, v_cache = k_cache[:, : lengths + new], v_cache[:, : lengths + new]
-        out, lse = attend(
-            q,
-            k_cache,
-            v_cache,
-            plan,
-            causal=bool(causal),
-            softmax_scale=softmax_scale,
-            sequences=sequences,
-            window=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            return_lse=return_softmax_lse,
-            how=How(backend, accumulator, fallback),
-        )
+            if block_table is not None:
+                block_table = _pages(block_table[:batch], lengths, new, k_cache)
+            if rotary_cos is not None or rotary_sin is not None:
+                together = not causal and window_size == (-1, -1)
+                q, k = _rotated(q, k, rotary_cos, rotary_sin, lengths, bool(rotary_interleaved), together, capacity)
+            out, lse = _on_rows(
+                q, k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx, cache_leftpad, packed_q, descales, plan,
+                dict(causal=bool(causal), softmax_scale=softmax_scale, window=window_size, softcap=softcap, sinks=sinks), how,
+                return_softmax_lse,
+            )  # fmt: skip
+    if packed_q.starts is not None and out.dim() == 4:
+        out, lse = out[0], None if lse is None else lse[0]
     out = typed(out, given)
     return (out, lse) if return_softmax_lse else out
 
 
-def cast_new(q, k, v, plan):
-    """Operands of a call on E4M3 caches, by the plan's descales."""
+class _Packed:
+    """Which queries, and which new keys, are whose: those of an entry of the batch, or packed ones by where each sequence begins."""
+
+    def __init__(self, starts=None, longest=0, new_starts=None):
+        self.starts, self.longest, self.new_starts = starts, longest, new_starts
+
+    @classmethod
+    def of(cls, q, known):
+        starts, longest = known.get("cu_seqlens_q"), known.get("max_seqlen_q")
+        new_starts = known.get("cu_seqlens_k_new")
+        if starts is None:
+            for name in ("max_seqlen_q", "cu_seqlens_k_new"):
+                if known.get(name) is not None:
+                    raise ArgumentError(f"{name} is of packed queries: give cu_seqlens_q, too, or leave it out")
+            return cls()
+        starts = _integers("cu_seqlens_q", starts)
+        if not isinstance(q, torch.Tensor) or q.dim() != 3:
+            shape = tuple(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
+            raise ArgumentError(f"q is {shape}: with cu_seqlens_q give (total_q, heads, d_head)")
+        if starts.shape[0] < 2:
+            raise MismatchError("cu_seqlens_q has no sequence: give as many entries as sequences, and one more")
+        if starts.device != q.device:
+            raise ArgumentError(f"cu_seqlens_q is on {starts.device} and q on {q.device}: move it there")
+        longest = _longest("max_seqlen_q", longest, q)
+        if checked(starts):
+            _check_places("q", starts, q.shape[0], longest)
+        if new_starts is not None:
+            new_starts = _integers("cu_seqlens_k_new", new_starts)
+            if new_starts.shape != starts.shape:
+                raise MismatchError(
+                    f"cu_seqlens_k_new has {new_starts.shape[0]} entries and cu_seqlens_q {starts.shape[0]}: give equally many"
+                )
+        return cls(starts, max(1, min(longest, q.shape[0])), new_starts)
+
+    def batched(self, q):
+        """q with a batch, of 1 where it is packed."""
+        return q if self.starts is None else q[None]
+
+    def sequences(self, q):
+        if self.starts is not None:
+            return self.starts.shape[0] - 1
+        return q.shape[0] if isinstance(q, torch.Tensor) and q.dim() else None
+
+    def new_tokens(self, k, v):
+        if self.starts is None or k is None or v is None:
+            return k, v
+        if self.new_starts is None:
+            raise ArgumentError("new keys of packed queries are packed, too: give cu_seqlens_k_new, where each sequence's begin")
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 3:
+                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ArgumentError(f"{name} is {shape}: with cu_seqlens_k_new give (new keys, heads, d_head)")
+        if checked(self.new_starts):
+            _check_places("k_new", self.new_starts, k.shape[0], k.shape[0])
+        return k[None], v[None]
+
+    def rows_of(self, descales):
+        """Descales of each entry of the batch: of a packed one, whose sequences have them in common."""
+        if self.starts is None or descales is None:
+            return descales
+        if any(d.shape[0] > 1 and d.stride(0) for d in descales):
+            raise UnsupportedError(
+                "descales of each sequence are offered for packed queries over E4M3 pages on a Hopper GPU, whose new keys are written "
+                "before the call: give (n_kv_heads,)"
+            )
+        return [d[:1] for d in descales]
+
+    def most_new(self, k):
+        """New keys of a sequence, of packed ones none that are known here."""
+        return 0 if k is None or self.starts is not None else k.shape[1]
+
+    def added(self, k):
+        """New keys of each sequence: a number, or a tensor of packed ones."""
+        if k is None:
+            return 0
+        return k.shape[1] if self.new_starts is None else self.new_starts.diff()
+
+
+def plan_rows(plan, q, n_kv, batch, of_cache):
+    """Descales of q, k and v, ``(batch, n_kv)`` each; None where each call makes its own. ``of_cache``: the cache is cast by them."""
     if getattr(plan, "per_call", False):
-        raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
-    rows = plan.descales(q.shape[0]) if hasattr(plan, "descales") else [d.expand(q.shape[0], -1) for d in plan]
-    if k is not None:
-        k, v = subtracted(k, v, getattr(plan, "centers", (None, None)))
-    return (None if x is None else cast(x, d) for x, d in zip((q, k, v), rows))
+        if of_cache:
+            raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
+        return None
+    if hasattr(plan, "descales"):
+        return plan.descales(batch)
+    if not isinstance(plan, list | tuple | torch.Tensor) or len(plan) != 3:
+        raise TypeError("plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v")
+    return tuple(row(d, name, batch, n_kv, q.device).expand(batch, -1) for name, d in zip("qkv", plan))
 
 
-def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
+def _on_pages(q, k_cache, v_cache, k, v, rotary, lengths, block_table, packed_q, descales, plan, terms, how, needs_lse):
+    """A call by the kernels over pages."""
+    c, m = getattr(plan, "centers", (None, None))
+    refuse(c, m, False, terms[-1])
+    softmax_scale, causal, window, sinks = terms
+    cosine, sine, interleaved = rotary
+    batch, new, capacity = packed_q.sequences(q), packed_q.most_new(k), block_table.shape[1] * k_cache.shape[1]
+    if not isinstance(lengths, torch.Tensor):
+        lengths = torch.full((batch,), int(lengths), dtype=torch.int32, device=q.device)
+    if (cosine is not None or sine is not None) and (k is None or new != q.shape[1] or not (causal or new == 1) or k.dtype == E4M3):
+        # The kernel rotates a query by the place of the new key that stands with it.
+        together = not causal and window == (-1, -1)
+        q, k = _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity)
+        cosine = sine = None
+    # The kernel casts and appends keys of a batch.
+    written = None
+    if k is not None and (packed_q.starts is not None or k.dtype == E4M3 or 0 in (k.shape[1], q.numel())):
+        if v_cache.dim() == 6 and k.shape[1] > 0:
+            raise UnsupportedError(
+                "new keys that are packed, or in E4M3 already, are not written into value_pages: give a batch of keys before their cast"
+            )
+        pages = _pages(block_table[:batch], lengths, packed_q.added(k), k_cache)
+        rows = packed_q.rows_of(descales)
+        own = (k, v) if k.dtype == E4M3 else subtracted(k, v, (c, m))
+        written, k, v = tuple(map(cast, own, rows[1:3])), None, None
+        lengths, before = lengths + packed_q.added(written[0]), lengths
+    scale = getattr(plan, "softmax_scale", q.shape[3] ** -0.5) if softmax_scale is None else positive("softmax_scale", softmax_scale)
+    longest = q.shape[1] if packed_q.starts is None else packed_q.longest
+    left, right = window_of(window, causal, longest, capacity)
+    if needs_lse and c is not None and cosine is not None:
+        raise UnsupportedError(
+            "the log-sum-exp of centered keys needs the rotated queries, which the kernel makes: rotate q and k before the call"
+        )
+    terms = Terms(
+        causal,
+        float(scale),
+        left,
+        right,
+        sinks=sinks_of(sinks, q),
+        k_center=c,
+        v_center=m,
+        accumulator=how.accumulator or INFERENCE,
+        splits=how.splits,
+    )
+    if written is not None:
+        _append(k_cache, v_cache, *written, before, pages, None, packed_q)
+    if q.numel() == 0:
+        return q.clone(), q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    cache = _paged.Pages(k_cache, v_cache, block_table, lengths, packed_q.starts, longest)
+    out, lse = _paged.attend(cache, (k, v), descales, terms, plan, (cosine, sine), interleaved, q=q)
+    return out, model_lse(lse, q, packed_q.rows_of(descales)[0], terms) if needs_lse and c is not None else lse
+
+
+def _on_rows(q, k_cache, v_cache, k, v, lengths, block_table, batch_idx, leftpad, packed_q, descales, plan, terms, how, lse):
+    """A call by the kernels over rows, on what pages hold gathered into a copy."""
+    rows, added = packed_q.rows_of(descales), packed_q.added(k)
+    if k_cache.dtype == E4M3:
+        if k is not None and k.dtype != E4M3:
+            k, v = subtracted(k, v, getattr(plan, "centers", (None, None)))
+        q, k, v = (None if x is None else cast(x, d) for x, d in zip((q, k, v), rows))
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    sequences, used = None, capacity
+    if packed_q.starts is not None:
+        sequences = _filled(lengths, added, leftpad, packed_q, capacity)
+    elif isinstance(lengths, torch.Tensor) or leftpad is not None:
+        sequences = _filled(lengths, added, leftpad, q, capacity)
+    else:
+        used = lengths + added
+    batch = packed_q.sequences(q)
+
+    def shaped(x):
+        return x.reshape(1, -1, *x.shape[2:]) if packed_q.starts is not None else x[:, :used]
+
+    def loaded():
+        # Nothing is written before every check has passed.
+        if k is not None and k.shape[1]:
+            _append(k_cache, v_cache, k, v, lengths, block_table, batch_idx, packed_q)
+        caches = k_cache, v_cache
+        if block_table is not None:
+            caches = (x[block_table].flatten(1, 2) for x in caches)
+        elif batch_idx is not None:
+            caches = (x[batch_idx.long()] for x in caches)
+        return tuple(map(shaped, caches))
+
+    like = (x[:1, :1].expand(batch, capacity, *x.shape[2:]) for x in (k_cache, v_cache))
+    if packed_q.starts is not None:
+        like = (x[:1].expand(1, -1, -1, -1)[:, :1].expand(-1, batch * capacity, -1, -1) for x in like)
+    else:
+        like = (x[:, :used] for x in like)
+    return attend(q, *like, plan, sequences=sequences, return_lse=lse, how=how, loaded=loaded, **terms)
+
+
+def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table, packed_q):
+    batch = packed_q.sequences(q)
     given = (
         {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         | ({} if k is None else {"k": k})
@@ -361,8 +561,10 @@ def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
         if x is None:
             continue
         dims = 1 if name == "cache_batch_idx" else 2
-        if _integers(name, x, dims).shape[0] != q.shape[0]:
-            raise MismatchError(f"{name} has {x.shape[0]} rows for a batch of {q.shape[0]}: give one for each sequence")
+        rows = _integers(name, x, dims).shape[0]
+        # A table of pages may have room for more sequences.
+        if rows != batch and (dims == 1 or rows < batch):
+            raise MismatchError(f"{name} has {rows} rows for a batch of {batch}: give one for each sequence")
         if x.device != q.device:
             raise ArgumentError(f"{name} is on {x.device} and q on {q.device}: move it there")
     if cache_batch_idx is not None and checked(cache_batch_idx):
@@ -373,9 +575,9 @@ def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
             )
     if block_table is not None and cache_batch_idx is not None:
         raise UnsupportedError("cache_batch_idx and block_table both say where a sequence lies: give one of them")
-    if block_table is None and cache_batch_idx is None and k_cache.shape[0] != q.shape[0]:
+    if block_table is None and cache_batch_idx is None and k_cache.shape[0] != batch:
         raise MismatchError(
-            f"k_cache has {k_cache.shape[0]} rows for a batch of {q.shape[0]}: give as many, or say which by cache_batch_idx"
+            f"k_cache has {k_cache.shape[0]} rows for a batch of {batch}: give as many, or say which by cache_batch_idx"
         )
 
 
@@ -451,37 +653,69 @@ def _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity):
     return rotated(q, together), rotated(k, False)
 
 
-def _append(k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx):
+def _append(k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx, packed_q):
     batch, new = k.shape[:2]
     place = torch.arange(new, dtype=torch.int64, device=k.device).expand(batch, -1)
-    place = place + (lengths.long()[:, None] if isinstance(lengths, torch.Tensor) else lengths)
     sequence = torch.arange(batch, dtype=torch.int64, device=k.device)[:, None]
+    if packed_q.new_starts is not None:
+        starts = packed_q.new_starts.long()
+        # Rows behind the last sequence have the last one's row again, with the same values.
+        last = (starts[-1] - 1).clamp_min(0)
+        place = torch.minimum(place, last)
+        k, v = (x.index_select(1, place[0]) if x.dtype != E4M3 else _taken(x, place[0]) for x in (k, v))
+        sequence = torch.bucketize(place, starts[1:], right=True).clamp_max(starts.shape[0] - 2)
+        place = place - starts[sequence]
+        place = place + (lengths.long()[sequence] if isinstance(lengths, torch.Tensor) else lengths)
+    else:
+        place = place + (lengths.long()[:, None] if isinstance(lengths, torch.Tensor) else lengths)
+    own = sequence
     if cache_batch_idx is not None:
-        sequence = cache_batch_idx.long()[:, None]
+        sequence = cache_batch_idx.long()[own]
     if block_table is not None:
         page = k_cache.shape[1]
-        sequence, place = block_table.gather(1, place // page), place % page
+        sequence, place = block_table[own, place // page], place % page
     for cache, x in ((k_cache, k), (v_cache, v)):
         # E4M3 is copied as bytes.
         cache, x = (y.view(torch.uint8) if y.dtype == E4M3 else y for y in (cache, x.to(cache.dtype)))
+        if packed_q.new_starts is not None:
+            # Where there is no new key at all, the row keeps what it has.
+            x = torch.where(starts[-1] > 0, x, cache[sequence, place])
         cache[sequence, place] = x
 
 
+def _taken(x, rows):
+    """Rows of a tensor in E4M3, of which PyTorch takes bytes alone."""
+    return x.view(torch.uint8).index_select(1, rows).view(E4M3)
+
+
 def _filled(lengths, new, leftpad, q, capacity):
-    """The filled part of each row of a cache."""
-    batch, rows = q.shape[:2]
-    row = torch.arange(batch, device=q.device, dtype=torch.int32)
+    """The filled part of each row of a cache. ``q``: queries, or which packed ones are whose."""
+    if isinstance(q, _Packed):
+        starts = q.starts
+        row = torch.arange(starts.shape[0] - 1, device=starts.device, dtype=torch.int32)
+        q_starts, q_ends, rows = starts[:-1], starts[1:], q.longest
+    else:
+        batch, rows = q.shape[:2]
+        row = torch.arange(batch, device=q.device, dtype=torch.int32)
+        q_starts, q_ends = row * rows, row * rows + rows
     starts = row * capacity
     if leftpad is not None:
-        if _integers("cache_leftpad", leftpad).shape != (batch,):
-            raise MismatchError(f"cache_leftpad has shape {tuple(leftpad.shape)}: ({batch},) is needed")
+        if _integers("cache_leftpad", leftpad).shape != row.shape:
+            raise MismatchError(f"cache_leftpad has shape {tuple(leftpad.shape)}: ({row.shape[0]},) is needed")
         starts = starts + leftpad.to(torch.int32)
     ends = row * capacity + (lengths + new)
-    return Sequences(row * rows, row * rows + rows, starts, ends, rows, capacity)
+    return Sequences(q_starts, q_ends, starts, ends.to(torch.int32), rows, capacity)
 
 
 # Keywords of FlashAttention-3 besides those of ``flash_attn``: the value that asks for nothing, and what to do instead.
-_SCHEDULES = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata")
+# Hints: how the work is shared out, which changes no result.
+_SCHEDULES = ("pack_gqa", "sm_margin", "scheduler_metadata")
+# Taken, by the functions that have a use for them.
+_TAKEN = {
+    "flash_attn_func": ("num_splits",),
+    "flash_attn_varlen_func": ("num_splits",),
+    "flash_attn_with_kvcache": ("page_table", "cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k_new"),
+}
 _PLANNED = "leave it out: descales come from plan"
 _ELSEWHERE = {
     "q_descale": (None, _PLANNED),
@@ -490,14 +724,9 @@ _ELSEWHERE = {
     "qv": (None, "concatenate it to q, and its keys to k"),
     "attention_chunk": (0, "call flash_attn_varlen_func on the chunks"),
     "seqused_q": (None, "end the sequences in cu_seqlens_q"),
-    "cu_seqlens_q": (None, "call flash_attn_with_kvcache on a batch of equal lengths"),
-    "cu_seqlens_k_new": (None, "call flash_attn_with_kvcache on a batch of equal lengths"),
-    "max_seqlen_q": (None, "call flash_attn_with_kvcache on a batch of equal lengths"),
     "rotary_seqlens": (None, "rotate q and k before the call"),
-    "page_table": (None, "call flash_attn_with_kvcache"),
+    "page_table": (None, "give it as block_table"),
     "alibi_slopes": (None, "use PyTorch's attention with the biases in its mask"),
-    "block_table": (None, "call flash_attn_with_kvcache for caches in pages"),
-    "cache_batch_idx": (None, "put the rows of block_table in that order"),
 }
 
 
@@ -507,11 +736,11 @@ def _refuse(function, others, **given):
     for name, value in {**given, **others}.items():
         if name in _SCHEDULES:
             continue
-        if name not in _ELSEWHERE:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if name == "page_table" and function == "flash_attn_with_kvcache":
+        if name in _TAKEN[function]:
             taken[name] = value
             continue
+        if name not in _ELSEWHERE:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         nothing, remedy = _ELSEWHERE[name]
         if value is not nothing and not (isinstance(value, int) and value == nothing):
             raise UnsupportedError(f"{name} is not supported in FP8 by {function}: {remedy}")

@@ -161,6 +161,11 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     states = list(states)
     if not states:
         raise MismatchError("there are no states to merge")
+    if any(state.get("estimates") is not None for state in states):
+        raise MismatchError(
+            "vectors of a power iteration belong to the layers and heads of their process: load each process's own state, or start "
+            "the iteration anew"
+        )
     head = {key: states[0].get(key) for key in ("version", "policy")}
     for state in states:
         for key, value in head.items():

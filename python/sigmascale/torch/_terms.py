@@ -81,6 +81,8 @@ class Terms:
     accumulator: str = _term("str", default="fp8-256")
     # What the forward keeps for a backward.
     keeps: str = _term("str", default=NOTHING)
+    # Parts that keys are split into, whose sums are joined; 0: as is fastest. On rows 0 or 1.
+    splits: int = _term("int", default=0)
     # Descales of logits in E4M3, f32 `(n_q_heads,)`; None: they stay in f32.
     logit_descale: torch.Tensor | None = _term("Tensor?", default=None)
     # Of the operators it is all the fields of `Sequences`, or None for each.

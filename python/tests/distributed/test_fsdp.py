@@ -361,6 +361,26 @@ def test_every_policy(policy):
         assert all(plan.stale == (policy in ("geometry", "geometry-c-star", "auto-c")) for plan in runtime.layers)
 
 
+@pytest.mark.parametrize("estimator", ["power", "power-summed"])
+@distributed(2)
+def test_power_iteration(estimator):
+    """Vectors go on from forward to forward as those of one process do, and through a saved state."""
+    mesh = mesh_of(2)
+    model, whole = shard(llama(), mesh), llama().bfloat16()
+    runtime, alone = (attach(one, policy="geometry-c-star", estimator=estimator) for one in (model, whole))
+    for step in range(4):
+        if step == 2:
+            state = runtime.state_dict()
+            runtime = attach(model, policy="geometry-c-star", estimator=estimator)
+            runtime.load_state_dict(state)
+        run(model, inputs(None)).backward()
+        assert torch.equal(runtime._estimates.vectors, alone._estimates.vectors), step
+        assert torch.equal(runtime.logit_descales, alone.logit_descales)
+        assert runtime.estimates()["steps"].tolist() == alone.estimates()["steps"].tolist()
+        runtime.refresh()
+        alone.refresh()
+
+
 @distributed(2)
 def test_weights_made_whole_for_an_export():
     mesh = mesh_of(2)

@@ -3,7 +3,7 @@
 import warnings
 
 import pytest
-from models import BF16, attach, expected, inputs, llama, mesh_of, run, shard, torch
+from models import attach, expected, inputs, llama, mesh_of, run, shard, torch
 from ranks import distributed
 from test_fsdp import full
 from torch.distributed.fsdp import FullyShardedDataParallel

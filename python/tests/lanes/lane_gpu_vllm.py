@@ -724,8 +724,8 @@ def inside(names, model, work):
     os._exit(0)
 
 
-def run(names, environment, model, work):
-    """Starts a process of cases; gives what each noted."""
+def run(names, environment, model, work, end):
+    """Starts a process of cases, which is ended at a time of the clock; gives what each noted."""
     start, place = time.monotonic(), f"{names[0]}.{model.name}.log"
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -736,7 +736,7 @@ def run(names, environment, model, work):
         command = [sys.executable, __file__, "--inside", ",".join(names), str(model), "--work", str(work)]
         process = subprocess.Popen(command, env=os.environ | own | environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            process.wait(START + LIMIT * len(names))
+            process.wait(max(0.0, min(START + LIMIT * len(names), end - start)))
         except subprocess.TimeoutExpired:
             pass
         with contextlib.suppress(ProcessLookupError):
@@ -828,6 +828,7 @@ def main():
     parser.add_argument("models", type=pathlib.Path), parser.add_argument("--work", type=pathlib.Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="cases or models: a case runs if its name, or its model's, has one of these words")
     parser.add_argument("--jobs", type=int, default=6), parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which what still runs is ended, and the tables are written")
     parser.add_argument("--model", nargs="*", default=[]), parser.add_argument("--inside")
     args = parser.parse_args()
     if args.inside:
@@ -853,7 +854,7 @@ def main():
     print(f"text: pydoc_data.topics of Python {sys.version.split()[0]}, {TOKENS} tokens in chunks of {CHUNK}; {len(plan)} processes", flush=True)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         # Those that others wait for were put in first.
-        running = {pool.submit(run, names, environment, model, args.work): model for environment, names, model in plan}
+        running = {pool.submit(run, names, environment, model, args.work, start + args.limit): model for environment, names, model in plan}
         for future in concurrent.futures.as_completed(running):
             model = running[future]
             for case, found in future.result().items():

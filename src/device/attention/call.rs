@@ -153,6 +153,14 @@ impl Tensors {
         AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v }
     }
 
+    /// The cache, where keys lie in pages.
+    pub(super) fn pages(&self) -> Option<&Pages> {
+        match &self.keys {
+            Keys::Pages(pages) => Some(pages),
+            Keys::Rows { .. } => None,
+        }
+    }
+
     /// What the call leaves for a backward.
     pub fn keeps(&self) -> Keeps {
         self.saved.map_or(Keeps::Nothing, |saved| match saved.rows {
@@ -179,12 +187,16 @@ impl Tensors {
                     x.expect_aligned(name, 16, multiple)?;
                 }
             }
-            Keys::Pages(pages) => pages.check(call, element, self.descales.logit.is_some(), self.keeps())?,
+            Keys::Pages(pages) => {
+                let (types, logits) = ([element, self.out.element()], self.descales.logit.is_some());
+                pages.check(call, types, logits, self.keeps())?;
+            }
         }
         self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.out_shape())?;
         self.out.expect_aligned("out", 16, 8)?;
         expect_disjoint("out", &self.out)?;
-        self.descales.check(sizes)?;
+        let sequences = self.pages().map_or(sizes.batch, Pages::sequences);
+        self.descales.check(&AttentionShape { batch: sequences, ..*sizes })?;
         if self.descales.logit.is_some() && call.key_center().is_some() {
             return Err(Error::unsupported(
                 "a center of keys with logits in E4M3 is not offered on the GPU: their descales are for the logits of the model",

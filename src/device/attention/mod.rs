@@ -60,7 +60,7 @@ pub use engine::Cuda;
 // Hidden: a call with device memory of its own, which the command times and `Cuda` makes of a host call.
 #[doc(hidden)]
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
-pub use pages::{NewTokens, Pages, ValuePages};
+pub use pages::{NewTokens, PackedQueries, Pages, Splits, ValuePages};
 pub use sizes::HeadDims;
 pub use terms::{Centers, DeviceCall, Sequences};
 pub use tile::{Schedule, Split, Tile};

@@ -8,6 +8,9 @@
 //! 2. **Attention**, with the numbers of a dense call that is split ([`super`]).
 //! 3. **Combine**, where a sequence can have several parts.
 //!
+//! Queries may be packed ([`PackedQueries`](super::pages::PackedQueries)): those of each sequence, prefill and decode in one launch, are cut
+//! into blocks of rows by the same list.
+//!
 //! It allocates nothing and waits for nothing once its kernels are loaded ([`Cuda::prepare`]). A captured graph serves every
 //! step of a decode: lengths and block table are read when it runs.
 //!
@@ -18,7 +21,7 @@
 use super::call::Tensors;
 use super::engine::Cuda;
 use super::kernels::run_map;
-use super::pages::{Pages, PagesWorkspace, ValuePages};
+use super::pages::{Pages, PagesWorkspace, Splits, ValuePages};
 use super::params::{self, AppendTensor};
 use super::sizes::outer_strides;
 use super::terms::DeviceCall;
@@ -42,25 +45,34 @@ pub(super) struct PagesCall<'a> {
     tensors: &'a Tensors,
     pages: &'a Pages,
     pub place: PagesWorkspace,
+    /// A batch of sequences as long as the longest.
+    longest: AttentionShape,
     split: Split,
 }
 
 impl<'a> PagesCall<'a> {
     pub fn new(call: &'a DeviceCall, tensors: &'a Tensors, pages: &'a Pages) -> Result<Self> {
         tensors.check(call)?;
-        let place = PagesWorkspace::of(&call.shape, tensors.q.element());
-        Ok(Self { call, tensors, pages, place, split: Split::single(&call.shape, usize::MAX) })
+        let longest = pages.longest(&call.shape);
+        let packed = pages.queries.is_some();
+        let place = PagesWorkspace::of(&call.shape, &longest, packed, tensors.q.element(), pages.splits);
+        Ok(Self { call, tensors, pages, place, longest, split: Split::single(&longest, usize::MAX) })
     }
 
     /// The kernels of a call, and whether its parts are joined.
     pub fn variants(&self) -> ([Variant; 2], bool) {
-        let attention = Variant::pages(self.call, self.tensors, self.pages, &self.split);
-        ([Variant::append(self.call, self.tensors, self.pages), attention], self.joins())
+        // As in `Split::has_few_tiles`: where blocks have an item each, short code is faster.
+        let rolled = self.split.consumers == 1 && self.split.tiles(&self.longest) <= PROCESSORS;
+        let attention = Variant::pages(self.call, self.tensors, self.pages, rolled);
+        ([Variant::append(self.call, self.tensors, self.pages), attention], self.place.joins())
     }
 
-    /// Whether a sequence can have several parts.
-    fn joins(&self) -> bool {
-        self.place.joins(&self.call.shape)
+    fn queries(&self) -> params::Queries {
+        params::Queries {
+            cu_seqlens: self.pages.queries.map_or(0, |queries| queries.cu_seqlens.ptr().0),
+            length: self.call.shape.len_q as i32,
+            block: (self.split.positions * self.split.consumers) as i32,
+        }
     }
 
     fn table(&self) -> params::BlockTable {
@@ -98,11 +110,15 @@ impl Cuda {
         }
         let params = params::Combine {
             log2_row_warps: call.share() as i32,
-            part_starts: at(call.place.starts).0,
+            sinks: forward.sinks,
+            counts: at(PagesWorkspace::COUNTS).0,
+            joins: at(call.place.joins).0,
+            block_rows: call.place.block_rows as i32,
             ..params::Combine::of(&forward)
         };
-        let AttentionShape { batch, len_q, n_q_heads, .. } = call.call.shape;
-        let grid = [len_q, (n_q_heads << call.share()).div_ceil(Split::JOINING_WARPS), batch];
+        let sizes = &call.call.shape;
+        let heads = (sizes.n_q_heads << call.share()).div_ceil(Split::JOINING_WARPS);
+        let grid = [call.place.joined_rows(sizes), heads, 1];
         self.launch_combine(stream, Variant::combine(call.call, call.tensors), params, grid)
     }
 
@@ -115,7 +131,7 @@ impl Cuda {
     ) -> Result<()> {
         let PagesCall { tensors: t, pages, place, .. } = call;
         let sizes = &call.call.shape;
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, d_head, .. } = *sizes;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, d_head, .. } = *sizes;
         // Rows of the statistics: logits, q, k, v.
         let stats = |row: usize| t.stats.map_or(0, |s| s.ptr().offset(16 * row as u64).0);
         let tensor = |x: Option<&View<4>>, descale: Option<&View<2>>, heads: usize, row: usize| {
@@ -153,27 +169,36 @@ impl Cuda {
             .iter()
             .sum();
         let tenths = |time: usize| time as f32 / 10.0;
-        let part_bytes = (len_q * n_q_heads * 2 * d_head) as f32;
+        let block_bytes = (place.block_rows.min(call.longest.len_q) * n_q_heads * 2 * d_head) as f32;
         let mut append = params::Append {
             q,
             k,
             v,
             table: call.table(),
+            queries: call.queries(),
             cosine: t.rope.map_or(0, |rope| rope.cosine.ptr().0),
             sine: t.rope.map_or(0, |rope| rope.sine.ptr().0),
             counter: at(0).0,
-            starts: at(place.starts).0,
+            counts: at(PagesWorkspace::COUNTS).0,
             parts: at(place.parts).0,
+            joins: at(place.joins).0,
             rotary: t.rope.map_or(0, |rope| rope.rotary() as i32),
             positions: t.rope.map_or(0, |rope| rope.cosine.extents()[0] as i32),
             v_rows: matches!(pages.v, ValuePages::Rows(_)).into(),
-            sequences: batch as i32,
-            most_parts: place.most_parts as i32,
-            items: (call.split.tiles(sizes) / batch) as i32,
+            sequences: pages.sequences() as i32,
+            window_left: call.call.window()[0],
+            units: (n_q_heads / call.split.heads) as i32,
+            most_blocks: place.most_blocks as i32,
+            partial_rows: place.block_rows as i32,
+            parts_asked: match pages.splits {
+                Splits::Fastest => 0,
+                Splits::Parts(parts) => parts as i32,
+            },
+            part_tiles: 0,
             tile_time: tenths(Tile::time(sizes, call.split.consumers)),
             item_time: tenths(ITEM),
             join_time: tenths(JOIN),
-            part_time: part_bytes / (10 * PART_BYTES) as f32,
+            block_time: block_bytes / (10 * PART_BYTES) as f32,
             reading_time: (n_kv_heads * d_head) as f32 / (128 * PROCESSORS) as f32,
             processors: PROCESSORS as i32,
         };
@@ -196,16 +221,13 @@ impl Cuda {
         // SAFETY: it lies in the workspace, whose size was checked.
         let cast = unsafe { View::dense(at(place.q), Element::E4m3, sizes.q_shape()) };
         let q = if t.q.element() == Element::E4m3 { t.q } else { cast };
-        let (causal, _) = call.call.features();
         let mut params = params::Forward {
-            row_blocks: split.row_blocks(sizes) as i32,
-            // A row of a call that is not causal sees all keys.
-            causal_offset: if causal { 0 } else { sizes.len_q as i32 },
             out_e4m3: (t.out.element() == Element::E4m3).into(),
             ..params::Forward::of(call.call, t, at(0), &self.kernels)
         };
         params.split_by(split, sizes, place.partial.map(&at));
-        let mut paged = params::Paged { table: call.table(), starts: at(place.starts).0, parts: at(place.parts).0 };
+        let (counts, parts) = (at(PagesWorkspace::COUNTS).0, at(place.parts).0);
+        let mut paged = params::Paged { table: call.table(), counts, parts };
         let rows = pages.page_size().min(Split::TILE.keys);
         let mut q = run_map(&q, forward.run, split.heads, split.positions)?;
         let mut k = run_map(&pages.k, forward.run, 1, rows)?;
@@ -213,7 +235,7 @@ impl Cuda {
             ValuePages::Rows(v) => run_map(v, forward.run, 1, rows)?,
             ValuePages::Tiled(v) => tiled_map(v, rows)?,
         };
-        let items = place.most_parts.saturating_mul(split.tiles(sizes) / sizes.batch);
+        let items = place.most_entries.saturating_mul(sizes.n_q_heads / split.heads);
         let threads = 128 * (Split::TILE.consumers as u32 + 1);
         let launch = Launch::linear(self.processors.min(items), threads, forward.shared);
         let parameters = &mut [
@@ -232,7 +254,7 @@ impl Cuda {
     fn check_table(&self, stream: &Stream, call: &PagesCall) -> Result<()> {
         let kernel = self.kernels.load(Variant::CheckTable)?;
         let fault = self.kernels.device.zeros::<i32>(4)?;
-        let (mut table, mut sequences, mut to) = (call.table(), call.call.shape.batch as i32, fault.ptr());
+        let (mut table, mut sequences, mut to) = (call.table(), call.pages.sequences() as i32, fault.ptr());
         let parameters = &mut [(&raw mut table).cast(), (&raw mut sequences).cast(), (&raw mut to).cast()];
         // SAFETY: 1. these are the kernel's parameters; 2. and 3. the table's addresses come from views that were checked, and the
         // result is waited for.

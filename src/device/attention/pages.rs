@@ -2,7 +2,7 @@
 
 use super::regions::{Regions, check_workspace};
 use super::sizes::expect_disjoint;
-use super::terms::{DeviceCall, Features};
+use super::terms::DeviceCall;
 use super::tile::{PARTS_BYTES, PROCESSORS, Split};
 use crate::attention::{AttentionShape, Keeps};
 use crate::cuda::{Element, View};
@@ -36,8 +36,34 @@ pub struct Pages {
     pub block_table: View<2>,
     /// Tokens of each sequence that are in the cache before the call, i32, `(sequences)`.
     pub lengths: View<1>,
+    /// Which queries are whose; `None`: those of an entry of the batch.
+    pub queries: Option<PackedQueries>,
+    /// Into how many parts keys are split, over which sums are taken apart and joined.
+    pub splits: Splits,
     /// Tokens that the call appends before it attends. The lengths stay as they are: the caller counts the tokens.
     pub new: Option<NewTokens>,
+}
+
+/// Into how many parts the keys of a sequence are split: blocks of the device take them at the same time, and their results are joined.
+/// The order of sums, and so the last bits of the output, depend on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Splits {
+    /// As is fastest for the lengths of all sequences of the call.
+    #[default]
+    Fastest,
+    /// Always so many, of equal length, or as many as there are tiles of 128 keys.
+    Parts(usize),
+}
+
+/// Queries of unequal length, packed: q, the output and the log-sum-exp have a batch of 1, whose rows are those of all sequences. Descales
+/// are `(sequences, heads_kv)`. Rows of no sequence are not written. What the call attends to is in its pages already: it appends
+/// nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedQueries {
+    /// Where the queries of each sequence begin, and the end of the last, i32, `(sequences + 1)`; not checked: it lies on the device.
+    pub cu_seqlens: View<1>,
+    /// Queries of the longest sequence, or about: what the plan of the call reckons with. Longer ones are attended to as well.
+    pub longest: usize,
 }
 
 /// Tokens to append: BF16, F16 or F32, of one type, `(sequences, tokens, heads_kv, d)`; 16-byte aligned, strides multiples of 8.
@@ -60,13 +86,30 @@ impl Pages {
         self.block_table.extents()[1].saturating_mul(self.page_size())
     }
 
+    /// Sequences of the call.
+    pub(super) fn sequences(&self) -> usize {
+        self.lengths.extents()[0]
+    }
+
+    /// Sizes of a batch of sequences as long as the longest: what the plan of a call is chosen by.
+    pub(super) fn longest(&self, sizes: &AttentionShape) -> AttentionShape {
+        let len_q = self.queries.map_or(sizes.len_q, |queries| queries.longest);
+        AttentionShape { batch: self.sequences(), len_q, ..*sizes }
+    }
+
     /// New tokens of a sequence.
     pub(super) fn added(&self) -> usize {
         self.new.map_or(0, |new| new.k.extents()[1])
     }
 
     /// Checks the cache, and that the call, whose queries are of type `q`, has nothing that is not offered over pages.
-    pub(super) fn check(&self, call: &DeviceCall, q: Element, logits_in_e4m3: bool, keeps: Keeps) -> Result<()> {
+    pub(super) fn check(
+        &self,
+        call: &DeviceCall,
+        [q, out]: [Element; 2],
+        logits_in_e4m3: bool,
+        keeps: Keeps,
+    ) -> Result<()> {
         let ([pages, page_size, ..], sizes) = (self.k.extents(), &call.shape);
         if !page_size.is_power_of_two() || !PAGE_SIZES.contains(&page_size) {
             return Err(Error::unsupported(format_args!(
@@ -75,18 +118,34 @@ impl Pages {
         }
         sizes.check_64_or_128("attention over pages")?;
         let (_, features) = call.features();
-        let terms = Features { center: false, ..features }.all().map(|(_, what, given)| (what, given));
-        let others = [("logits in E4M3", logits_in_e4m3), ("operands for a backward", keeps != Keeps::Nothing)];
-        if let Some((what, _)) = terms.into_iter().chain(others).find(|(_, given)| *given) {
+        let others = [
+            ("a soft-cap", features.soft_cap),
+            ("lists of sequences", features.varlen),
+            ("logits in E4M3", logits_in_e4m3),
+            ("operands for a backward", keeps != Keeps::Nothing),
+            ("an output in E4M3 of packed queries", out == Element::E4m3 && self.queries.is_some()),
+        ];
+        if let Some((what, _)) = others.into_iter().find(|(_, given)| *given) {
             return Err(Error::unsupported(format_args!("over pages the GPU does not offer {what}")));
+        }
+        self.queries.map_or(Ok(()), |queries| queries.check(sizes, self))?;
+        if let Splits::Parts(parts) = self.splits {
+            let most = PagesWorkspace::of(sizes, &self.longest(sizes), self.queries.is_some(), q, self.splits);
+            let rows = most.most_blocks.saturating_mul(most.block_rows).saturating_mul(sizes.n_q_heads);
+            if parts == 0 || rows > i32::MAX as usize {
+                return Err(Error::argument(format_args!(
+                    "{parts} parts of the keys of each sequence: give from 1 to as many as leave at most {} rows to join",
+                    i32::MAX
+                )));
+            }
         }
         self.check_cache(sizes, pages)?;
         self.new.map_or(Ok(()), |new| new.check(sizes, q))
     }
 
     fn check_cache(&self, sizes: &AttentionShape, pages: usize) -> Result<()> {
-        let AttentionShape { batch, n_kv_heads, d_head, .. } = *sizes;
-        let page_size = self.page_size();
+        let AttentionShape { n_kv_heads, d_head, .. } = *sizes;
+        let (page_size, sequences) = (self.page_size(), if self.queries.is_some() { self.sequences() } else { sizes.batch });
         if pages > i32::MAX as usize {
             return Err(Error::unsupported(format_args!("{pages} pages are more than the GPU takes: {}", i32::MAX)));
         }
@@ -110,12 +169,35 @@ impl Pages {
             }
         }
         let [_, pages_per_sequence] = self.block_table.extents();
-        self.block_table.expect("block table", &[Element::I32], [batch, pages_per_sequence])?;
+        self.block_table.expect("block table", &[Element::I32], [sequences, pages_per_sequence])?;
         self.block_table.expect_aligned("block table", 4, 1)?;
         if pages_per_sequence > 1 && self.block_table.strides()[1] != 1 {
             return Err(Error::argument("block table must be contiguous in its last dimension"));
         }
-        self.lengths.expect_dense("lengths", Element::I32, [batch])
+        self.lengths.expect_dense("lengths", Element::I32, [sequences])
+    }
+}
+
+impl PackedQueries {
+    fn check(&self, sizes: &AttentionShape, pages: &Pages) -> Result<()> {
+        let AttentionShape { batch, len_q, .. } = *sizes;
+        if batch != 1 {
+            return Err(Error::argument(format_args!("packed queries are a batch of 1, not of {batch}")));
+        }
+        if pages.new.is_some() {
+            return Err(Error::unsupported("packed queries append nothing: write the new tokens into their pages first"));
+        }
+        if pages.sequences() == 0 {
+            return Err(Error::argument("lengths has no entry: give at least one sequence, which may be empty"));
+        }
+        self.cu_seqlens.expect_dense("cu_seqlens of the queries", Element::I32, [pages.sequences() + 1])?;
+        if self.longest == 0 || self.longest > len_q {
+            return Err(Error::argument(format_args!(
+                "the longest sequence has {} queries and must have from 1 to the {len_q} rows of q",
+                self.longest
+            )));
+        }
+        Ok(())
     }
 }
 
@@ -143,12 +225,16 @@ impl NewTokens {
 /// Where a call keeps what passes between its kernels, in bytes from the start of the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PagesWorkspace {
-    /// Number of each sequence's first part.
-    pub(super) starts: usize,
-    /// The parts.
+    /// The parts of all sequences.
     pub(super) parts: usize,
-    /// Parts that there is room for.
-    pub(super) most_parts: usize,
+    /// Entries of their list that there is room for: one for a part and a block of query rows.
+    pub(super) most_entries: usize,
+    /// What is joined, by blocks of query rows.
+    pub(super) joins: usize,
+    /// Blocks of joined parts that there is room for; none where parts cannot help.
+    pub(super) most_blocks: usize,
+    /// Query rows of such a block.
+    pub(super) block_rows: usize,
     /// Queries in E4M3, where the call casts them.
     pub(super) q: usize,
     /// Partial results of parts: O in F16, log-sum-exps, extremes.
@@ -158,32 +244,58 @@ pub struct PagesWorkspace {
 }
 
 impl PagesWorkspace {
-    /// Bytes for the counter of work items.
+    /// Bytes for the counter of work items, and [`Self::COUNTS`].
     const HEADER: usize = 256;
+    /// Where the lengths of the two lists lie.
+    pub(super) const COUNTS: usize = 8;
 
-    /// The workspace of a call, a function of its sizes and of the type of its queries.
-    pub fn of(sizes: &AttentionShape, q: Element) -> Self {
-        let rows = sizes.len_q * sizes.n_q_heads;
+    /// The workspace of a call, a function of its sizes and of the type of its queries. `longest`: [`Pages::longest`]; `packed`: queries are.
+    pub(super) fn of(sizes: &AttentionShape, longest: &AttentionShape, packed: bool, q: Element, splits: Splits) -> Self {
+        let split = Split::single(longest, usize::MAX);
+        let (rows, block, row_blocks) =
+            (sizes.batch * sizes.len_q, split.positions * split.consumers, split.row_blocks(longest));
+        let units = sizes.n_q_heads / split.heads;
+        // Of packed queries every sequence has at most one block that is not full, and may be longer than the longest was said to be.
+        let whole = rows / block;
+        let blocks = if packed { whole + longest.batch } else { longest.batch * row_blocks };
+        let block_rows = if packed { block } else { block.min(longest.len_q) };
         let bytes = [2 * sizes.d_head, 4, 8];
-        // A part a sequence needs no room. As many parts more as make so many waves, if there is room for them
-        let split = Split::single(sizes, usize::MAX);
-        let items = split.tiles(sizes) / sizes.batch;
-        let more = (WAVES * PROCESSORS / items).min(sizes.len_k.div_ceil(Split::TILE.keys).saturating_mul(sizes.batch));
-        let room = PARTS_BYTES / (rows * bytes.iter().sum::<usize>());
-        let most_parts = (sizes.batch + more).min(room).max(sizes.batch);
-        let parts = if most_parts > sizes.batch { most_parts } else { 0 };
+        // A part a sequence needs no room. Several help where items do not fill the device; as many make so many waves.
+        let busy = if packed { whole } else { blocks } * units;
+        let key_tiles = sizes.len_k.div_ceil(Split::TILE.keys);
+        let most_blocks = match splits {
+            _ if key_tiles < 2 => 0,
+            Splits::Parts(1) => 0,
+            Splits::Parts(parts) => blocks.saturating_mul(parts.min(key_tiles)),
+            Splits::Fastest if busy >= WAVES * PROCESSORS => 0,
+            Splits::Fastest => {
+                let more = (WAVES * PROCESSORS / (units * row_blocks)).min(key_tiles.saturating_mul(longest.batch));
+                let room = PARTS_BYTES / (block_rows * sizes.n_q_heads * bytes.iter().sum::<usize>());
+                ((longest.batch + more) * row_blocks).min(room)
+            }
+        };
         let mut regions = Regions::default();
         regions.add(Self::HEADER);
-        let starts = regions.add(4 * (sizes.batch + 1));
-        let list = regions.add(16 * most_parts);
+        let most_entries = blocks + most_blocks;
+        let parts = regions.add(Self::PART * most_entries);
+        let joins = regions.add(Self::JOIN * (most_blocks / 2));
         let q = regions.add(if q == Element::E4m3 { 0 } else { sizes.q_shape().iter().product() });
-        let partial = bytes.map(|bytes| regions.add(bytes * rows * parts));
-        Self { starts, parts: list, most_parts, q, partial, bytes: regions.bytes() }
+        let partial = bytes.map(|bytes| regions.add(bytes * most_blocks * block_rows * sizes.n_q_heads));
+        Self { parts, most_entries, joins, most_blocks, block_rows, q, partial, bytes: regions.bytes() }
     }
 
+    /// Bytes of `Part` and `Join` of `kernels/attention/pages.cuh`.
+    pub(super) const PART: usize = 48;
+    pub(super) const JOIN: usize = 32;
+
     /// Whether a sequence can have several parts.
-    pub(super) fn joins(&self, sizes: &AttentionShape) -> bool {
-        self.most_parts > sizes.batch
+    pub(super) fn joins(&self) -> bool {
+        self.most_blocks > 1
+    }
+
+    /// Rows that can be joined.
+    pub(super) fn joined_rows(&self, sizes: &AttentionShape) -> usize {
+        (self.most_blocks / 2 * self.block_rows).min(sizes.batch * sizes.len_q)
     }
 
     pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
@@ -195,7 +307,7 @@ impl PagesWorkspace {
 mod tests {
     use super::super::call::{Descales, Keys, Rope, Tensors};
     use super::*;
-    use crate::attention::{Mask, PvAccumulator};
+    use crate::attention::PvAccumulator;
     use crate::cuda::DevicePtr;
 
     // SAFETY of every view below: nothing is launched in these tests.
@@ -210,6 +322,8 @@ mod tests {
             v: ValuePages::Tiled(dense(Element::E4m3, [50, 2, 4, 16, 8, 16])),
             block_table: dense(Element::I32, [3, 10]),
             lengths: dense(Element::I32, [3]),
+            queries: None,
+            splits: Splits::Fastest,
             new: Some(NewTokens { k: new, v: new }),
         }
     }
@@ -299,9 +413,42 @@ mod tests {
         for (message, tensors) in cases {
             refused(tensors, call(&tensors), message);
         }
-        refused(plain, DeviceCall { mask: Mask::sliding(9), ..call(&plain) }, "does not offer a window");
         refused(plain, DeviceCall { soft_cap: Some(50.0), ..call(&plain) }, "does not offer a soft-cap");
         refused(plain, DeviceCall { softmax_scale: 0.0, ..call(&plain) }, "softmax scale 0");
+    }
+
+    #[test]
+    fn packed_queries_keep_their_rules() {
+        let packed = |longest, sequences: usize| {
+            let queries = PackedQueries { cu_seqlens: dense(Element::I32, [sequences + 1]), longest };
+            let mut tensors = tensors(Pages { queries: Some(queries), new: None, ..pages() });
+            (tensors.q, tensors.out) = (dense(Element::Bf16, [1, 40, 8, 128]), dense(Element::Bf16, [1, 40, 8, 128]));
+            tensors.descales.k = Some(dense(Element::F32, [3, 2]));
+            tensors
+        };
+        assert!(packed(40, 3).check(&call(&packed(40, 3))).is_ok());
+        let with_new = {
+            let mut tensors = packed(40, 3);
+            tensors.keys = Keys::Pages(Pages { new: pages().new, ..tensors.pages().copied().unwrap() });
+            tensors
+        };
+        let two = Tensors {
+            q: dense(Element::Bf16, [2, 40, 8, 128]),
+            out: dense(Element::Bf16, [2, 40, 8, 128]),
+            ..packed(40, 3)
+        };
+        let e4m3 = Tensors { out: dense(Element::E4m3, [1, 40, 8, 128]), ..packed(40, 3) };
+        for (message, tensors) in [
+            ("must have from 1 to the 40 rows", packed(41, 3)),
+            ("must have from 1 to the 40 rows", packed(0, 3)),
+            ("cu_seqlens of the queries has", packed(40, 4)),
+            ("append nothing", with_new),
+            ("a batch of 1, not of 2", two),
+            ("an output in E4M3 of packed queries", e4m3),
+        ] {
+            let error = tensors.check(&call(&tensors)).unwrap_err();
+            assert!(error.to_string().contains(message), "{error}");
+        }
     }
 
     #[test]
@@ -315,16 +462,33 @@ mod tests {
             d_head: 128,
             d_v: 128,
         };
-        let one = PagesWorkspace::of(&sizes(1, 1, 65_536), Element::Bf16);
-        assert_eq!(one.most_parts, 1 + WAVES * PROCESSORS / 8);
-        assert!(one.joins(&sizes(1, 1, 65_536)) && one.bytes < PARTS_BYTES);
+        let of = |sizes: AttentionShape| PagesWorkspace::of(&sizes, &sizes, false, Element::Bf16, Splits::Fastest);
+        let one = of(sizes(1, 1, 65_536));
+        assert_eq!(one.most_blocks, 1 + WAVES * PROCESSORS / 8);
+        assert!(one.joins() && one.bytes < PARTS_BYTES);
         // One tile of keys per sequence is one part.
-        assert_eq!(PagesWorkspace::of(&sizes(1, 1, 128), Element::Bf16).most_parts, 2);
+        assert_eq!(of(sizes(1, 1, 128)).most_blocks, 0);
+        // So many parts were asked for.
+        let asked = |parts| PagesWorkspace::of(&sizes(1, 1, 65_536), &sizes(1, 1, 65_536), false, Element::Bf16, Splits::Parts(parts));
+        assert_eq!([1, 7, 1000].map(|parts| asked(parts).most_blocks), [0, 7, 512]);
         // So many rows fill the device by themselves.
         let many = sizes(64, 512, 8192);
-        let w = PagesWorkspace::of(&many, Element::Bf16);
-        assert!(!w.joins(&many) && w.bytes < w.q + many.q_elements() + 1024);
+        let w = of(many);
+        assert!(!w.joins() && w.bytes < w.q + many.q_elements() + 1024);
         let short = dense(Element::U8, [w.bytes - 1]);
         assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+    }
+
+    #[test]
+    fn packed_queries_have_an_entry_for_every_block_of_rows() {
+        // A prefill of 500 among 11 decodes, as heads of 8 share blocks of 16 rows.
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: 64, n_kv_heads: 8, len_q: 511, len_k: 65_536, d_head: 128, d_v: 128 };
+        let longest = AttentionShape { batch: 12, len_q: 500, ..shape };
+        let w = PagesWorkspace::of(&shape, &longest, true, Element::Bf16, Splits::Fastest);
+        assert_eq!(w.block_rows, 16);
+        let blocks = 500usize.div_ceil(16) + 11;
+        assert!(w.most_entries - w.most_blocks >= blocks, "{w:?}");
+        assert!(w.joins() && w.joined_rows(&shape) <= 511 && w.partial[2] < 2 * PARTS_BYTES);
     }
 }

@@ -125,7 +125,10 @@ mirrors! {
         sinks: u64,
         sequences: Sequences,
         sequence_splits: u64,
-        part_starts: u64,
+        counts: u64,
+        joins: u64,
+        block_rows: i32,
+        unused: i32,
         value_center as "v_center": u64,
     }
 
@@ -205,9 +208,15 @@ mirrors! {
         added: i32,
     }
 
+    Queries is Queries of "attention/pages.cuh" {
+        cu_seqlens: u64,
+        length: i32,
+        block: i32,
+    }
+
     Paged is PagedParams of "attention/pages.cuh" {
         table: BlockTable,
-        starts: u64,
+        counts: u64,
         parts: u64,
     }
 
@@ -229,21 +238,27 @@ mirrors! {
         k: AppendTensor,
         v: AppendTensor,
         table: BlockTable,
+        queries: Queries,
         cosine: u64,
         sine: u64,
         counter: u64,
-        starts: u64,
+        counts: u64,
         parts: u64,
+        joins: u64,
         rotary: i32,
         positions: i32,
         v_rows: i32,
         sequences: i32,
-        most_parts: i32,
-        items: i32,
+        window_left: i32,
+        units: i32,
+        most_blocks: i32,
+        partial_rows: i32,
+        parts_asked: i32,
+        part_tiles: i32,
         tile_time: f32,
         item_time: f32,
         join_time: f32,
-        part_time: f32,
+        block_time: f32,
         reading_time: f32,
         processors: i32,
     }

@@ -141,7 +141,7 @@ pub(super) enum Variant {
         v_rows: bool,
         telemetry: bool,
         rolled: bool,
-        center: bool,
+        features: Features,
     },
     /// Checks lengths and block table.
     CheckTable,
@@ -157,8 +157,7 @@ impl kernels::Variant for Variant {
                 request.define("SPLIT_KV", 1)
             }
             Self::Combine { columns, pages: true, features, .. } => {
-                let request = over_pages(sources::COMBINE, columns).define("MAINLOOP", Mainloop::Double as u8);
-                features.define(request)
+                features.define(over_pages(sources::COMBINE, columns)).define("MAINLOOP", Mainloop::Double as u8)
             }
             Self::Combine { columns, padded, features, .. } => {
                 let request = Request::new(sources::COMBINE, arch).define("HEAD_DIM", columns);
@@ -187,7 +186,8 @@ impl kernels::Variant for Variant {
                 let request = Request::new(sources::APPEND, arch).define("HEAD_DIM", d_head).define("INPUT", input);
                 centered(request.define("ROPE", rope).define("BLOCK_N", Split::TILE.keys), center)
             }
-            Self::Pages { d_head, v_rows, telemetry, rolled, center } => centered(over_pages(sources::PAGED, d_head), center)
+            Self::Pages { d_head, v_rows, telemetry, rolled, features } => features
+                .define(over_pages(sources::PAGED, d_head))
                 .define("BLOCK_N", Split::TILE.keys)
                 .define("CONSUMERS", Split::TILE.consumers)
                 .define("KV_STAGES", Split::TILE.stages)
@@ -301,12 +301,10 @@ impl Variant {
     }
 
     /// Its attention.
-    pub(super) fn pages(call: &DeviceCall, tensors: &Tensors, pages: &Pages, split: &Split) -> Self {
-        let v_rows = matches!(pages.v, ValuePages::Rows(_));
-        // As in `Split::has_few_tiles`: where blocks have an item each, short code is faster.
-        let rolled = split.consumers == 1 && split.tiles(&call.shape) <= PROCESSORS;
-        let (telemetry, center) = (tensors.stats.is_some(), call.value_center().is_some());
-        Self::Pages { d_head: call.shape.d_head, v_rows, telemetry, rolled, center }
+    pub(super) fn pages(call: &DeviceCall, tensors: &Tensors, pages: &Pages, rolled: bool) -> Self {
+        let (v_rows, telemetry) = (matches!(pages.v, ValuePages::Rows(_)), tensors.stats.is_some());
+        let (_, features) = call.features();
+        Self::Pages { d_head: call.shape.d_head, v_rows, telemetry, rolled, features }
     }
 }
 
@@ -324,7 +322,8 @@ fn rope_number(rope: Option<&Rope>) -> u32 {
 pub fn paged_variants() -> Vec<Request> {
     let mut all = Vec::new();
     for d_head in [64, 128] {
-        all.push(Variant::Combine { columns: d_head, padded: false, pages: true, features: Features::default() });
+        let (none, sink) = (Features::default(), Features { sink: true, ..Features::default() });
+        all.extend([none, sink].map(|features| Variant::Combine { columns: d_head, padded: false, pages: true, features }));
         for input in 0..3 {
             all.extend((0..3).map(|rope| Variant::Append { d_head, input, rope, center: input == rope }));
         }
@@ -332,8 +331,9 @@ pub fn paged_variants() -> Vec<Request> {
         let features = Features { center: true, ..Features::default() };
         all.push(Variant::Combine { columns: d_head, padded: false, pages: true, features });
         for (v_rows, telemetry) in [(false, false), (true, false), (false, true), (true, true)] {
-            for center in [false, true] {
-                all.extend([false, true].map(|rolled| Variant::Pages { d_head, v_rows, telemetry, rolled, center }));
+            let center = Features { center: true, ..none };
+            for features in [none, Features { window: true, ..none }, sink, Features { window: true, ..sink }, center] {
+                all.extend([false, true].map(|rolled| Variant::Pages { d_head, v_rows, telemetry, rolled, features }));
             }
         }
     }
