@@ -116,7 +116,8 @@ class Units:
             return getattr(parameter, "ds_tensor", None)
         wrapper = next(filter(_is_wrapper, self.above(module)), None)
         handle = getattr(wrapper, "_handle", None)
-        return None if handle is None else getattr(handle.flat_param, "_local_shard", None)
+        # Before the first forward the flat parameter is the shard.
+        return None if handle is None else getattr(handle.flat_param, "_local_shard", handle.flat_param.data)
 
     def flattened(self, module):
         """Names, shapes and types of the module's parameters that were flattened."""

@@ -7,6 +7,7 @@ from models import attach, expected, inputs, llama, mesh_of, run, shard, torch
 from ranks import distributed
 from test_fsdp import full
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import sigmascale.torch as fp8
 
@@ -19,7 +20,8 @@ KINDS = {
 
 
 def flattened(model):
-    return FullyShardedDataParallel(model, use_orig_params=True)
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def wrapped(how, mesh):
