@@ -20,8 +20,9 @@ pub fn files(argument: &str, model: &Model) -> Vec<PathBuf> {
 pub fn without_tokenizer(folder: &Path, engine: Engine) -> Option<&'static str> {
     let files = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json"];
     let missing = !files.iter().any(|name| folder.join(name).exists());
-    (missing && matches!(engine, Engine::Vllm | Engine::Sglang))
-        .then_some("The folder has no tokenizer: copy one into it, or add --skip-tokenizer-init to the command that serves it.")
+    (missing && matches!(engine, Engine::Vllm | Engine::Sglang)).then_some(
+        "The folder has no tokenizer: copy one into it, or add --skip-tokenizer-init to the command that serves it.",
+    )
 }
 
 /// A model in a line, for tables.

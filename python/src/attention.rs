@@ -31,7 +31,11 @@ impl Attention {
                 Cuda::new(&device).map(|cuda| OnDevice::new(cuda.with_table_checks(checks).with_split(split)))
             };
             let backward = OnDevice::new(BackwardEngine::new(&device)?);
-            Ok(Self { cuda: [cuda(false, true)?, cuda(true, true)?, cuda(false, false)?], backward, launching: Mutex::new(()) })
+            Ok(Self {
+                cuda: [cuda(false, true)?, cuda(true, true)?, cuda(false, false)?],
+                backward,
+                launching: Mutex::new(()),
+            })
         })
     }
 

@@ -234,10 +234,7 @@ fn adapters_are_not_passed_over() {
         let output = sigmascale(&["verify", text(folder.path()), "--for", "vllm"]);
         let said = String::from_utf8(output.stdout).unwrap();
         assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(
-            run::ending(&said).starts_with("vLLM: UNKNOWN") && said.contains("merge it"),
-            "{said}"
-        );
+        assert!(run::ending(&said).starts_with("vLLM: UNKNOWN") && said.contains("merge it"), "{said}");
         let accepted = sigmascale(&["verify", text(folder.path()), "--for", "vllm", "--allow", "unknown"]);
         assert_eq!(accepted.status.code(), Some(0));
     }

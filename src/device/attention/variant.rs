@@ -338,7 +338,8 @@ pub fn paged_variants() -> Vec<Request> {
         for (v_rows, telemetry) in [(false, false), (true, false), (false, true), (true, true)] {
             let center = Features { center: true, ..none };
             let window = Features { window: true, ..none };
-            let all_features = [none, window, sink, Features { window: true, ..sink }, center, Features { window: true, ..center }];
+            let all_features =
+                [none, window, sink, Features { window: true, ..sink }, center, Features { window: true, ..center }];
             for features in all_features {
                 all.extend([false, true].map(|rolled| Variant::Pages { d_head, v_rows, telemetry, rolled, features }));
             }

@@ -24,10 +24,8 @@ const QWEN3_NEXT: &[Rename] = &[
 ];
 
 /// Latent attention: the projection's name stands for the attention.
-const LATENT: &[Rename] = &[
-    rename(r"\.k_proj\.k_scale$", ".attn_mqa.k_scale"),
-    rename(r"\.v_proj\.v_scale$", ".attn_mqa.v_scale"),
-];
+const LATENT: &[Rename] =
+    &[rename(r"\.k_proj\.k_scale$", ".attn_mqa.k_scale"), rename(r"\.v_proj\.v_scale$", ".attn_mqa.v_scale")];
 
 const RENAMED: Names = Names { parameter: "{module}.attn", written: "{module}", renames: RENAMES };
 const INNER: Names = Names { parameter: "{module}.attn", written: "{module}.attn", renames: &[] };
