@@ -1,6 +1,6 @@
 //! What an audit found, as machines of code review show it: commands of a GitHub workflow, and SARIF 2.1.0.
 
-use super::verify::Report;
+use super::report::Report;
 use serde_json::{Value, json};
 use sigmascale::serving::{Outcome, ScaleVerdict};
 use std::fmt::Write;

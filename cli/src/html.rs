@@ -1,6 +1,7 @@
 //! Self-contained pages: one file, no scripts, nothing loaded from elsewhere; light and dark by the reader's setting.
 
 use super::output::is_unprintable;
+pub use super::terminal::Tone;
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -119,17 +120,6 @@ pub struct Page {
     body: String,
     sections: Vec<String>,
     figures: Vec<String>,
-}
-
-/// How a verdict is colored.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Tone {
-    /// Nothing can overflow, or nothing did.
-    Good,
-    /// Something can overflow, or did.
-    Bad,
-    /// Neither.
-    Plain,
 }
 
 impl Page {

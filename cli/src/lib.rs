@@ -28,6 +28,7 @@ mod numbers;
 mod output;
 pub mod pages;
 pub mod progress;
+mod report;
 mod shell;
 mod stress;
 mod svg;

@@ -1,6 +1,7 @@
 //! The pages that commands write with `--html`, for programs that hold a result: one self-contained document each.
 
 use super::html::Made;
+use super::report::Report;
 use super::stress::Results;
 use super::{diagnose, inspect, stress, verify};
 use sigmascale::calibrate::Inspection;
@@ -32,10 +33,7 @@ pub fn of_training(result: sigmascale_lab::train::TrainResult) -> serde_json::Re
 
 /// The page of `sigmascale verify` of a folder.
 pub fn of_audit(folder: &str, audit: Audit) -> String {
-    verify::page(
-        &verify::Report { folder: folder.to_owned(), audit, observed: None, others: vec![] },
-        &Made::by_library(),
-    )
+    verify::page(&Report { folder: folder.to_owned(), audit, observed: None, others: vec![] }, &Made::by_library())
 }
 
 /// The page of `sigmascale diagnose`.

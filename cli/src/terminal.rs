@@ -1,6 +1,5 @@
 //! Where the result is read: the width and the colors of a terminal, or none of both in a pipe or a file.
 
-use super::html::Tone;
 use console::{Style, Term};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,6 +8,17 @@ const PROSE: usize = 118;
 
 /// Less than this is not read by people.
 const LEAST: usize = 40;
+
+/// How a verdict is colored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Tone {
+    /// Nothing can overflow, or nothing did.
+    Good,
+    /// Something can overflow, or did.
+    Bad,
+    /// Neither.
+    Plain,
+}
 
 static TO_FILE: AtomicBool = AtomicBool::new(false);
 

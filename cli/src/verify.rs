@@ -8,10 +8,10 @@ use super::named::named;
 use super::numbers::count;
 use super::output::{Format, OutputArgs, write_file};
 use super::progress;
+use super::report::Report;
 use super::table::{Table, noted, range, short, wrapped};
 use super::terminal::toned;
 use clap::ValueEnum;
-use serde::Serialize;
 use sigmascale::bound::E4M3_MAX;
 use sigmascale::model::local_path;
 use sigmascale::serving::{self, Audit, AuditEntry, Engine, KvFormat, Outcome, ScaleVerdict, Serving};
@@ -77,20 +77,6 @@ impl From<AuditFormat> for Format {
 pub enum Allowed {
     /// What the audit does not know
     Unknown,
-}
-
-/// The audit that was asked for, and those of the other engines.
-#[derive(Serialize)]
-pub struct Report {
-    #[serde(skip)]
-    pub folder: String,
-    #[serde(flatten)]
-    pub audit: Audit,
-    /// What a text reached.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub observed: Option<Observed>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub others: Vec<Audit>,
 }
 
 /// Runs the command; whether the checkpoint is safe, or as good as was asked for.

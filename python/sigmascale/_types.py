@@ -104,6 +104,16 @@ class ChosenC(TypedDict):
     delta: float
 
 
+class CenterMethod(TypedDict):
+    """Where centers of keys and values come from."""
+
+    k: Literal["none", "weights", "mean", "minimax"]
+    v: Literal["none", "weights", "mean", "minimax"]
+    positions: int
+    burn_in: int
+    follow: float
+
+
 class Method(TypedDict):
     """How the layers were computed."""
 
@@ -114,7 +124,24 @@ class Method(TypedDict):
     as_paper: bool
     soft_cap: NotRequired[float]
     c: float | None
+    centers: NotRequired[CenterMethod]
     layer_norm_mean_limit: NotRequired[float]
+
+
+class CenterProfile(TypedDict):
+    """What centers change, one entry per KV head. `positions`: the bounds hold below; None: at all."""
+
+    bias_share: list[float]
+    k_bound: list[float]
+    k_position_bound: list[float]
+    k_centered_bound: list[float]
+    v_bound: list[float] | None
+    v_centered_bound: list[float] | None
+    positions: int | None
+    k_centered_descale: list[float]
+    v_centered_descale: list[float] | None
+    c: list[list[float]] | None
+    m: list[list[float]] | None
 
 
 class MlaProfile(TypedDict):
@@ -168,6 +195,7 @@ class LayerProfile(TypedDict):
     k_descale: list[float] | None
     v_descale: list[float] | None
     o_descale: list[float] | None
+    center: NotRequired[CenterProfile]
     mla: NotRequired[MlaProfile]
     heads: NotRequired[list[HeadProfile]]
 

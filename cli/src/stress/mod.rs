@@ -2,6 +2,7 @@
 
 mod ablate;
 mod args;
+mod curves;
 mod low_precision;
 mod open;
 mod outcome;

@@ -1,5 +1,6 @@
 //! The pictures of a run: what each policy's scales did, where values overflowed, and what it cost.
 
+use super::curves::{line, place};
 use super::outcome::Results;
 use super::sentences::{self, RANGE, rows};
 use super::table::{HEADS, cells};
@@ -109,16 +110,6 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     }
     page.figures(&figures);
     page.end_section();
-}
-
-/// The curve of a policy, or of the run in f32.
-pub fn line(policy: Option<PolicyKind>, points: Vec<(usize, f64)>) -> Line {
-    Line { name: policy.map_or("f32", PolicyKind::name).to_owned(), place: policy.map(place), points }
-}
-
-/// Place of a policy among the six: its color and dashes.
-fn place(policy: PolicyKind) -> usize {
-    PolicyKind::ALL.iter().position(|kind| *kind == policy).unwrap_or(0)
 }
 
 /// A value over steps (the largest of the layers), or over layers where there is one step.

@@ -1,8 +1,8 @@
 //! What the scenarios that train add: their options, a table of runs, sentences and loss curves.
 
 use super::args::{Args, Choice};
+use super::curves::line;
 use super::outcome::Run;
-use super::page::line;
 use super::sentences::{RANGE, mode_name, rows};
 use crate::chart::{Frame, Line, legend, lines};
 use crate::html::{Figure, Page};

@@ -241,7 +241,7 @@ def _given(centers):
     """Rows of what :func:`sigmascale.centers` returned, by layer and head."""
     rows = {}
     for layer in centers["layers"]:
-        own = [None if x is None else torch.tensor(x, dtype=torch.float32) for x in (layer["k"], layer["v"])]
+        own = [None if x is None else torch.tensor(x, dtype=torch.float32, device="cpu") for x in (layer["k"], layer["v"])]
         heads = next((len(x) for x in own if x is not None), 0)
         rows |= {(layer["layer"], head): tuple(None if x is None else x[head] for x in own) for head in range(heads)}
     return rows

@@ -46,7 +46,8 @@ def add_logits(words, logits, overflow, seen):
     smallest = logits.masked_fill(~seen, torch.inf).amin(dim=(0, 2, 3))
     none = torch.zeros_like(overflow)
     row = torch.stack([_ordered(largest), U32_MAX - _ordered(smallest), none, overflow], dim=1)
-    rows = torch.cat([row, row.new_zeros((words.shape[0] - row.shape[0], 4), dtype=row.dtype)])
+    below = torch.zeros((words.shape[0] - row.shape[0], 4), dtype=row.dtype, device=row.device)
+    rows = torch.cat([row, below])
     add(words, torch.where((largest >= smallest).any(), rows, 0), row.shape[0])
 
 
