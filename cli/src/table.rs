@@ -59,8 +59,8 @@ impl Table {
             return self.block(&all, &widths, Some(words.1));
         }
         let mut blocks: Vec<Vec<usize>> = vec![vec![0]];
-        for column in 1..count {
-            let fits = |block: &Vec<usize>| block.len() == 1 || taken(block) + 2 + widths[column] <= limit;
+        for (column, width) in widths.iter().enumerate().skip(1) {
+            let fits = |block: &Vec<usize>| block.len() == 1 || taken(block) + 2 + width <= limit;
             match blocks.last_mut().filter(|block| fits(block)) {
                 Some(block) => block.push(column),
                 None => blocks.push(vec![0, column]),

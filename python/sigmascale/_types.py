@@ -409,6 +409,7 @@ class Serving(TypedDict):
 
     context: int | None
     skip: SkipLayers
+    kv: Literal["fp8", "nvfp4", "nvfp4_4over6"]
 
 
 class Unjudged(TypedDict):

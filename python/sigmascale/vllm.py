@@ -8,7 +8,6 @@ place (device tensors and host-side copies). A model whose scales cannot be comp
 Where keys have a large bias (Qwen2 and 2.5), its mean over positions is subtracted from them before they are cached: softmax does
 not see it, and FP8 rounds what is left. ``SIGMASCALE_CENTER=off`` leaves keys as they are.
 
-With ``--attention-backend CUSTOM`` attention over such a cache runs on this package's kernels (Hopper).
 """
 
 import logging
@@ -43,22 +42,9 @@ def _hook():
 
     recorded._sigmascale = True
     utils.record_metadata_for_reloading = recorded
-    _offer_backend()
     for kind in (Attention, MLAAttention):
         kind.process_weights_after_loading = _after_processing(kind.process_weights_after_loading)
     Attention._sigmascale_center = None
-
-
-def _offer_backend():
-    """Registers the attention backend under the name that vLLM keeps for plugins, unless another has it."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    if AttentionBackendEnum.CUSTOM.is_overridden():
-        logging.getLogger("vllm.plugins.sigmascale").warning(
-            "the attention backend CUSTOM is %s already: sigmascale's is not registered", AttentionBackendEnum.CUSTOM.get_path()
-        )
-        return
-    register_backend(AttentionBackendEnum.CUSTOM, "sigmascale._vllm_attention.SigmascaleBackend")
 
 
 def refresh(model):

@@ -86,10 +86,10 @@ def test_results_have_the_keys_and_values_of_their_types(tmp_path):
     whole(sigmascale.calibrate(MODEL, as_paper=True, c=0.1), "Profile", seen)
     whole(sigmascale.inspect(MODEL), "Inspection", seen)
     text = str(ROOT / "data" / "sample.py")
-    whole(sigmascale.stress("checkpoint-load", MODEL, layers=1, seq_len=16, tokens=text), "StressRun", seen)
-    whole(sigmascale.stress("weight-spike", MODEL, layers=1, seq_len=8, steps=12, mode="operands"), "StressRun", seen)
+    whole(sigmascale.stress("checkpoint-load", MODEL, layers=1, seq_len=16, tokens=text), "StressRun", seen, {"training"})
+    whole(sigmascale.stress("weight-spike", MODEL, layers=1, seq_len=8, steps=12, mode="operands"), "StressRun", seen, {"training"})
     trace = str(ROOT / "data" / "traces" / "tiny-llama.json")
-    whole(sigmascale.stress("replay", trace=trace, policies="delayed"), "StressRun", seen)
+    whole(sigmascale.stress("replay", trace=trace, policies="delayed"), "StressRun", seen, {"training"})
     whole(sigmascale.export(MODEL, tmp_path / "out", "vllm"), "Export", seen)
     audit = sigmascale.verify(tmp_path / "out")
     for one in [audit, *audit["others"]]:

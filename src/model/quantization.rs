@@ -144,7 +144,7 @@ impl Keys<'_> {
     fn skips_attention(&self) -> Result<bool> {
         let list = self.array("llm_int8_skip_modules")?.into_iter().flatten();
         let names: Vec<&str> = list.filter_map(Value::as_str).collect();
-        let skipped = |module: &str| names.iter().any(|name| *name == module);
+        let skipped = |module: &str| names.contains(&module);
         Ok(skipped("self_attn") || ["q_proj", "k_proj", "v_proj"].iter().all(|module| skipped(module)))
     }
 

@@ -224,7 +224,7 @@ impl LayerSpec {
         if let Some(range) = &rope.range {
             let fits = |w: &Vec<f64>| w.len() == rope.rotary_dim / 2 && w.iter().all(|w| w.is_finite());
             let factor = is_positive(range.least_factor) && range.least_factor <= rope.attention_factor;
-            if !range.fastest.iter().all(fits) || !factor || !(range.stretch.is_finite() && range.stretch >= 1.0) {
+            if !(range.fastest.iter().all(fits) && factor && range.stretch.is_finite() && range.stretch >= 1.0) {
                 return Err(format!("`range` of a rotation does not fit it: {range:?}"));
             }
         }

@@ -253,8 +253,8 @@ def attend(
         # No query: nothing to attend from. Gradients are zeros.
         if loaded is not None:
             loaded()
-        out = q.new_zeros((*q.shape[:3], v.shape[3])) + sum(x[:0].sum() for x in (q, k, v) if x.dtype != E4M3)
-        return out, q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device) + sum(x[:0].sum() for x in (q, k, v) if x.dtype != E4M3)
+        return out, torch.zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     call = resolve(q, k, v, plan, softmax_scale, how, min(k.shape[1], lengths[1]))
     sinks, (left, right) = sinks_of(sinks, q), window_of(window, causal, *lengths)

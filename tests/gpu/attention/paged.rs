@@ -21,7 +21,6 @@ tests![
     decoding_over_pages_is_plain_attention,
     drafts_and_chunks_over_pages_are_plain_attention,
     pages_repeat_bit_for_bit_and_from_a_graph,
-    packed_queries_are_the_last_rows_of_a_batch,
     wrong_tables_are_named_and_harm_nothing,
 ];
 
@@ -462,63 +461,6 @@ fn pages_repeat_bit_for_bit_and_from_a_graph() {
     let replayed = setup.buffers[5].read().unwrap();
     setup.launch(&engine, &stream, &tensors).unwrap();
     assert!(setup.buffers[5].read().unwrap() == replayed && replayed != first);
-}
-
-fn packed_queries_are_the_last_rows_of_a_batch() {
-    // Of a batch of 40 queries each, checked above, sequence s keeps its last `counts[s]`. Keys are in one part or in three, so that
-    // sums have one order.
-    let counts = [1usize, 0, 40, 7, 1, 0, 33, 16, 17];
-    let lengths = vec![5000, 60, 900, 41, 1, 0, 40, 2000, 129];
-    for (seed, (rows, d, heads_q, parts)) in
-        [(true, 128, 8, 1), (false, 128, 8, 3), (true, 64, 6, 3), (false, 64, 2, 1)].into_iter().enumerate()
-    {
-        let case = Case { len_q: 40, new: 0, rows, d, heads_q, lengths: lengths.clone(), ..Case::decode(&[], 32) };
-        let (setup, engine) = (Setup::new(&case, seed as u64), Cuda::new(device()).unwrap());
-        let with = |tensors: Tensors, queries| {
-            let Keys::Pages(pages) = tensors.keys else { panic!("pages") };
-            let splits = gpu::Splits::Parts(parts);
-            Tensors { keys: Keys::Pages(gpu::Pages { queries, splits, ..pages }), stats: None, ..tensors }
-        };
-        setup.launch(&engine, &stream(), &with(setup.tensors(), None)).unwrap();
-        assert_eq!(setup.complaint(), None);
-        let (whole, q) = (setup.buffers[5].read().unwrap(), setup.buffers[0].read().unwrap());
-        let row = heads_q * d * 2;
-        let kept = |x: &[u8]| -> Vec<u8> {
-            let of = |(s, n): (usize, &usize)| x[(40 * (s + 1) - n) * row..40 * (s + 1) * row].to_vec();
-            counts.iter().enumerate().flat_map(of).collect()
-        };
-        let total: usize = counts.iter().sum();
-        let mut ends = vec![0i32];
-        counts.iter().for_each(|n| ends.push(ends.last().unwrap() + *n as i32));
-        let (q, out) = (device().upload(&kept(&q)).unwrap(), device().upload(&vec![0xffu8; total * row]).unwrap());
-        let (ends, lse) = (device().upload(&ends).unwrap(), device().zeros::<f32>(total * heads_q).unwrap());
-        // The longest may be said to be shorter than it is.
-        for longest in [40, 1] {
-            let queries = gpu::PackedQueries {
-                // SAFETY of all views: the buffers outlive the work, which is waited for.
-                cu_seqlens: unsafe { ends.view(Element::I32, [counts.len() + 1]).unwrap() },
-                longest,
-            };
-            let shape = [1, total, heads_q, d];
-            let tensors = unsafe {
-                Tensors {
-                    q: q.view(Element::Bf16, shape).unwrap(),
-                    out: out.view(Element::Bf16, shape).unwrap(),
-                    lse: Some(lse.view(Element::F32, [1, heads_q, total]).unwrap()),
-                    ..with(setup.tensors(), Some(queries))
-                }
-            };
-            let call = DeviceCall::causal(tensors.shape());
-            let bytes = Cuda::workspace_bytes(&call, &tensors).unwrap();
-            let memory = scratch(bytes);
-            let workspace = unsafe { memory.view(Element::U8, [bytes]).unwrap() };
-            let stream = stream();
-            engine.launch(&stream, &call, &tensors, &workspace).unwrap();
-            stream.synchronize().unwrap();
-            assert!(out.read().unwrap() == kept(&whole), "{case:?}, {parts} parts, longest {longest}");
-            out.write(&vec![0xff; total * row]).unwrap();
-        }
-    }
 }
 
 pub(super) fn wrong_tables_are_named_and_harm_nothing() {
