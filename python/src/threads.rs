@@ -61,7 +61,7 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Work of so many steps, each of which ends with a [`check`](Stop::check).
+    /// Work of `steps` steps; each ends with a [`check`](Stop::check).
     pub fn expect(&self, steps: usize) {
         self.total.store(steps, Ordering::Relaxed);
     }

@@ -140,7 +140,7 @@ impl Keys<'_> {
         Ok(layers_too && self.object("global_quant_config")?.is_some_and(|map| map.contains_key("weight") && e4m3(map)))
     }
 
-    /// Whether bitsandbytes leaves q, k and v as they are: by the names of the modules, of which parts count.
+    /// Whether bitsandbytes leaves q, k and v as they are. A name excludes every module that has it among its dotted parts.
     fn skips_attention(&self) -> Result<bool> {
         let list = self.array("llm_int8_skip_modules")?.into_iter().flatten();
         let names: Vec<&str> = list.filter_map(Value::as_str).collect();

@@ -42,7 +42,7 @@ fn changed(config: &Value, change: impl Fn(&mut Value)) -> Value {
 const BOTH: &[Engine] = &[Engine::Vllm, Engine::Sglang];
 const VLLM: &[Engine] = &[Engine::Vllm];
 
-/// Names under which a small scale may be loaded, or of which nothing tells that it is not.
+/// Names under which a scale that is too small is loaded, or may be: nothing says that it is not.
 #[test]
 fn names() {
     let rows: &[(&[Engine], &str)] = &[

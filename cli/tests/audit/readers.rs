@@ -149,7 +149,7 @@ fn constants_do_not_depend_on_how_weights_are_stored() {
     }
 }
 
-/// A llama of which q, k and v are stored by `stored`: name, values and shape in, tensors out.
+/// A Llama whose q, k and v are stored as `stored` makes them: from a name, values and a shape to tensors.
 fn stored(
     quantization: Value,
     mut stored: impl FnMut(&str, &[f64], &[usize]) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,

@@ -185,6 +185,11 @@ class _Call:
                     f"the call has {keys} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
                     f"{plan.positions}"
                 )
+            if self.ranks > 1 and plan.kept is not None and not plan.kept.shared and plan.runtime._group is None:
+                raise ArgumentError(
+                    "center='mean' gives each rank the means of its own keys, and one call over several ranks needs one c: "
+                    "attach with group=, the ranks of the call, or with center='weights'"
+                )
         self.words, self.scale, self.descales = known.words, known.scale, known.rows(q.shape[0])[:3]
         self._c, self._m = _attention.centers_of(None, q, k, v, plan, None, None)
         self.forward, self.backward = kernels or _kernels(q)

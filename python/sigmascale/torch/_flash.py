@@ -293,6 +293,10 @@ def flash_attn_with_kvcache(
     reason = _paged.refusal(q, k_cache, block_table)
     if softcap:
         reason = reason or "the kernels over pages take no softcap"
+    # Their kernels over pages were wrong on a GPU: such calls gather their pages.
+    withheld = {"window_size": window_size != (-1, -1), "sinks": sinks is not None, "cu_seqlens_q": packed_q.starts is not None}
+    for name in filter(withheld.get, withheld):
+        reason = reason or f"the kernels over pages take no {name}"
     if cache_leftpad is not None:
         reason = reason or "the kernels over pages take no cache_leftpad"
     if backend not in (None, "auto", "native"):
@@ -399,10 +403,7 @@ class _Packed:
         if self.starts is None or descales is None:
             return descales
         if any(d.shape[0] > 1 and d.stride(0) for d in descales):
-            raise UnsupportedError(
-                "descales of each sequence are offered for packed queries over E4M3 pages on a Hopper GPU, whose new keys are written "
-                "before the call: give (n_kv_heads,)"
-            )
+            raise UnsupportedError("descales of each sequence are not offered for packed queries: give (n_kv_heads,)")
         return [d[:1] for d in descales]
 
     def most_new(self, k):
@@ -684,7 +685,7 @@ def _append(k_cache, v_cache, k, v, lengths, block_table, cache_batch_idx, packe
 
 
 def _taken(x, rows):
-    """Rows of a tensor in E4M3, of which PyTorch takes bytes alone."""
+    """Rows of a tensor in E4M3, which PyTorch selects as bytes alone."""
     return x.view(torch.uint8).index_select(1, rows).view(E4M3)
 
 

@@ -191,6 +191,18 @@ def test_plans_serve_both_and_take_the_statistics():
 
 
 @distributed(2)
+def test_means_of_each_rank_are_no_common_center():
+    group, model = torch.distributed.group.WORLD, Plain(width=64, heads=4, kv_heads=2)
+    own = [cp.shard_sequence(x, group) for x in operands(d=16)]
+    alone = attach(model, center="mean")
+    for function in (fp8.ring_attention, fp8.ulysses_attention):
+        with pytest.raises(sigmascale.ArgumentError, match="center='mean'"):
+            function(*own, alone.layers[0], group)
+    together = attach(Plain(width=64, heads=4, kv_heads=2), center="mean", group=group)
+    fp8.ring_attention(*own, together.layers[0], group)
+
+
+@distributed(2)
 def test_calls_that_cannot_be_are_refused():
     group = torch.distributed.group.WORLD
     q, k, v = operands(heads=(3, 3))

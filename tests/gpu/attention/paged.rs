@@ -473,8 +473,8 @@ pub(super) fn wrong_tables_are_named_and_harm_nothing() {
     let cases: [(&str, Change); 6] = [
         ("lengths[1] = -1 must be from 0 to", |_, lengths| lengths[1] = -1),
         ("lengths[0] = 100000 must be from 0 to", |_, lengths| lengths[0] = 100_000),
-        ("block_table[0][1] = -7 is none", |table, _| table[1] = -7),
-        ("block_table[1][0] = 1000000 is none", |table, _| table[4] = 1_000_000),
+        ("block_table[0][1] = -7 is not one of", |table, _| table[1] = -7),
+        ("block_table[1][0] = 1000000 is not one of", |table, _| table[4] = 1_000_000),
         ("block_table[0][1] =", |table, _| table[1] = table[4]),
         ("block_table[0][1] =", |table, _| table[1] = table[0]),
     ];
