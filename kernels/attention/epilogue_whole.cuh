@@ -76,14 +76,14 @@ __device__ __forceinline__ void store_residual(const Params& p, const WorkItem& 
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; i += 2) {
     const u32 rounded = ptx::bf16x2(o[i], o[i + 1]);
-    o[i] -= ptx::bf16_low(rounded), o[i + 1] -= ptx::bf16_high(rounded);
+    o[i] = ptx::residual_code(o[i], ptx::bf16_low(rounded)), o[i + 1] = ptx::residual_code(o[i + 1], ptx::bf16_high(rounded));
   }
   const int columns = kPadded ? p.columns : kValueDim;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = item.tile.row + first_row + 8 * r;
     const i64 at = (((i64)item.tile.batch * p.len_q + item.q_row + row) * p.heads_q + item.tile.head) * columns;
-    store_row<Format::Bf16>(p.residual + at, row < lengths(p, item).q, o, r, quad, 0.0f, p.columns);
+    store_row<Format::LowByte>(p.residual + at, row < lengths(p, item).q, o, r, quad, 0.0f, p.columns);
   }
 }
 #endif
