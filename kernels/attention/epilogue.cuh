@@ -49,8 +49,7 @@ __device__ __forceinline__ const float* value_center(const Params& p, int head) 
 }
 #endif
 
-// LowByte: of the bits of each value.
-enum class Format { E4m3, Bf16, F16, LowByte };
+enum class Format { E4m3, Bf16, F16 };
 // Stores row r of a thread's two, where it exists, by this thread's quad: its first `columns`.
 template <Format F, class Element>
 __device__ __forceinline__ void store_row(Element* out, bool exists, const float (&o)[kValueDim / 2], int r, int quad,
@@ -61,12 +60,11 @@ __device__ __forceinline__ void store_row(Element* out, bool exists, const float
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const float x = o[16 * c + 4 * j + 2 * r], y = o[16 * c + 4 * j + 2 * r + 1];
-      if (F == Format::LowByte) a[j] = (__float_as_uint(x) & 0xff) | (__float_as_uint(y) & 0xff) << 8;
-      else a[j] = F == Format::E4m3 ? ptx::e4m3x2(x * quant_scale, y * quant_scale) : F == Format::Bf16 ? ptx::bf16x2(x, y) : ptx::f16x2(x, y);
+      a[j] = F == Format::E4m3 ? ptx::e4m3x2(x * quant_scale, y * quant_scale) : F == Format::Bf16 ? ptx::bf16x2(x, y) : ptx::f16x2(x, y);
     }
     quad_transpose(a, quad);
     if (!exists || (kPadded && 32 * c + 8 * quad >= columns)) continue;
-    if (F == Format::E4m3 || F == Format::LowByte) *reinterpret_cast<uint2*>(out + 32 * c + 8 * quad) = make_uint2(a[0] | a[1] << 16, a[2] | a[3] << 16);
+    if (F == Format::E4m3) *reinterpret_cast<uint2*>(out + 32 * c + 8 * quad) = make_uint2(a[0] | a[1] << 16, a[2] | a[3] << 16);
     else *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }

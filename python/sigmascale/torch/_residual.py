@@ -2,7 +2,7 @@
 
 A code counts steps of 2^-15 of the power of two below the rounded value, so that half a step of bfloat16 is 128 of them, which
 becomes 127: output and residual are together the output before its rounding up to 2^-15 of it, and mostly up to 2^-16. The
-kernels' arithmetic (``residual_code`` in ``kernels/ptx/convert.cuh``).
+kernels' arithmetic (``residual_codes`` in ``kernels/ptx/convert.cuh``).
 """
 
 import torch
