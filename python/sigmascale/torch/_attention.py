@@ -370,7 +370,10 @@ def _kept(q, call, how, accumulator):
 
 def _is_checkpoint(q, plan, call):
     """Whether a call without gradients can be that of a reentrant checkpoint, whose recompute must give the same bits."""
-    if torch.is_inference_mode_enabled() or q.dtype == E4M3 or not isinstance(plan, LayerPlan):
+    if q.dtype == E4M3 or not isinstance(plan, LayerPlan):
+        return False
+    # The compiler does not trace the question.
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         return False
     # With logits in E4M3 the kernel has sums in FP8 alone.
     return plan.training and call.logit_descale is None
