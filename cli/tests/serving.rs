@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use sigmascale::Descale;
 use sigmascale::calibrate::{Calibration, Options};
 use sigmascale::model::Checkpoint;
+use sigmascale::plan::{CenterPolicy, CenteredLayer};
 use sigmascale::serving::{Audit, Engine, ExportOptions, LayerScales, ScaleStream, Serving, export, refit};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -516,6 +517,46 @@ fn scales_of_before_are_replaced() {
     assert!(!map.contains_key("model.layers.2.self_attn.q_scale") && map.len() == tensors.0.len() - 1 + 8);
 }
 
+/// Both scales of keys are judged: the stored one, and that of centered keys in the certificate.
+#[test]
+fn centers_of_a_certificate_are_judged() {
+    let case = Case { bias: true, ..grouped("qwen2", "llama", json!({"rope_theta": 1e6})) };
+    let mut tensors = draw(&case, 5);
+    // A bias that is most of a key, in pairs that are far from a turn within the positions.
+    for (name, (_, values)) in &mut tensors.0 {
+        if name.ends_with("k_proj.bias") {
+            let slow = |channel: usize| channel % 16 % 8 >= 4;
+            values.iter_mut().enumerate().filter(|(channel, _)| slow(*channel)).for_each(|(_, x)| *x = 40.0);
+        }
+    }
+    let model = written(&case, &tensors);
+    let folder = Gone(export_of(model.path(), Engine::Vllm, false).folder);
+    let file = folder.0.join("sigmascale.json");
+    let whole = read(&file);
+    let centers = &whole["centers"];
+    assert!(centers["layers"].as_array().is_some_and(|layers| !layers.is_empty()), "{centers}");
+    let audit = |change: &dyn Fn(&mut Value)| {
+        let mut changed = whole.clone();
+        change(&mut changed);
+        write(&file, &changed);
+        verify(&Checkpoint::open(&folder.0).unwrap(), &[Engine::Vllm]).remove(0)
+    };
+    let said = |audit: &Audit, text: &str| audit.notes.iter().any(|note| note.contains(text));
+    let right = audit(&|_| {});
+    assert!(right.safe && said(&right, centers["hash"].as_str().unwrap()), "{:?}", right.notes);
+    let small = audit(&|all| {
+        let scale = &mut all["centers"]["layers"][0]["k_scale"][0];
+        *scale = json!(scale.as_f64().unwrap() / 1.5);
+    });
+    assert!(!small.safe && said(&small, "under its centered scale k - c can overflow by a factor of 1.5"), "{:?}", small.notes);
+    let other = audit(&|all| all["centers"]["layers"][0]["k"][0][0] = json!(1e4));
+    assert!(!other.safe && said(&other, "can overflow") && said(&other, "The hash of the centers is"), "{:?}", other.notes);
+    let unreadable = audit(&|all| all["centers"]["layers"] = json!(7));
+    assert!(!unreadable.safe && said(&unreadable, "cannot be read"), "{:?}", unreadable.notes);
+    let without = audit(&|all| drop(all.as_object_mut().unwrap().remove("centers")));
+    assert!(without.safe && !said(&without, "enters"), "{:?}", without.notes);
+}
+
 #[test]
 fn files_that_vllm_would_load_instead_are_left_out() {
     let (_model, model) = run::copy_of_tiny_llama();
@@ -950,7 +991,7 @@ mod audits {
         let (said, page) = (String::from_utf8(output.stdout).unwrap(), std::fs::read_to_string(page).unwrap());
         assert!(
             output.status.success()
-                && said.trim_end().lines().last().unwrap().starts_with("vLLM: safe.")
+                && run::ending(&said).starts_with("vLLM: safe.")
                 && said.contains("Other engines")
         );
         for part in ["vLLM: safe.", "TensorRT-LLM", "model.layers.5.self_attn.k_scale"] {
@@ -980,7 +1021,15 @@ mod streams {
         for layer in 0..checkpoint.spec().layers.len() {
             calibration.layer(checkpoint.layer(layer).unwrap()).unwrap();
         }
-        calibration.finish().layer_scales().unwrap()
+        let profile = calibration.finish();
+        let mut layers = profile.layer_scales().unwrap();
+        for ((index, scales), center) in layers.iter_mut().enumerate().zip(profile.centers()) {
+            let weights = checkpoint.layer(index).unwrap();
+            let own = CenteredLayer::of_weights(checkpoint.spec(), weights, &CenterPolicy::CACHE).unwrap().unwrap().1;
+            assert_eq!((&own.center.k, &own.center.v), (&center.k, &center.v), "{}", scales.module);
+            scales.centered = Some(own).filter(|own| !own.center.is_none());
+        }
+        layers
     }
 
     fn streamed(stream: &mut ScaleStream, tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)]) -> Vec<LayerScales> {
@@ -990,7 +1039,8 @@ mod streams {
         }
         stream.finish(false).unwrap();
         found.sort_by_key(|layer| layer.layer);
-        found
+        // A profile holds centers beside its scales.
+        found.into_iter().map(|layer| LayerScales { centered: None, ..layer }).collect()
     }
 
     /// The same bits as a calibration, in every family and order.

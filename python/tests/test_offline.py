@@ -332,16 +332,32 @@ def run(code):
     return done.stdout + done.stderr
 
 
+# What uses threads of the native module, in a parent and in its child.
+THREADED = {
+    "calibrate": f"sigmascale.calibrate({str(MODEL)!r})",
+    "stream": "[stream.push(name, weights[name]) for name in weights] and stream.finish()",
+}
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_of_fork_does_not_wait_for_its_parents_threads():
+@pytest.mark.parametrize("before", THREADED)
+@pytest.mark.parametrize("behind", THREADED)
+def test_a_child_of_fork_does_not_wait_for_its_parents_threads(before, behind):
     code = f"""
 import os, sigmascale, warnings
+import numpy
 # Python 3.12 warns of threads; they are what this is about.
 warnings.simplefilter("ignore")
-first = sigmascale.calibrate({str(MODEL)!r})
+config = dict(model_type="llama", hidden_size=256, num_hidden_layers=1, num_attention_heads=4, rope_theta=1e4)
+stream = sigmascale.ScaleStream(config)
+names = [f"model.layers.0.self_attn.{{name}}_proj.weight" for name in "qkv"]
+weights = {{name: numpy.random.default_rng(3).standard_normal((256, 256), numpy.float32) for name in names}}
+weights["model.layers.0.input_layernorm.weight"] = numpy.ones(256, numpy.float32)
+{THREADED[before]}
+first = {THREADED[behind]}
 child = os.fork()
 if child == 0:
-    same = sigmascale.calibrate({str(MODEL)!r}) == first
+    same = ({THREADED[behind]}) == first
     print("same" if same else "other", flush=True)
     os._exit(0)
 print(os.waitpid(child, 0)[1])

@@ -15,6 +15,9 @@ MODEL = ROOT / "data" / "tiny-llama"
 OLMO2 = {"model_type": "olmo2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "rope_theta": 10000.0}
 
 
+ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
 def tensors(folder=MODEL):
     """Every tensor of a folder: names, and bfloat16 arrays."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -73,6 +76,11 @@ def test_layers_can_be_kept_out_of_the_cache(tmp_path):
         (TypeError, "name must be a str", lambda to: sigmascale.ScaleStream(MODEL).push(3, np.zeros(2))),
         (sigmascale.ArgumentError, "3 ranks cannot share 4 query", lambda to: sigmascale.ScaleStream(MODEL, ranks=3)),
         (sigmascale.ArgumentError, "ranks 0", lambda to: sigmascale.ScaleStream(MODEL, ranks=0)),
+        (sigmascale.UnsupportedError, "merge it", lambda to: sigmascale.ScaleStream(MODEL).push(ADAPTER, np.zeros((4, 4)))),
+        (TypeError, "in_use", lambda to: rl.must_flush(None, {})),
+        (sigmascale.ArgumentError, "NVFP4", lambda to: sigmascale.verify(MODEL, "sglang", kv="nvfp4")),
+        (sigmascale.ArgumentError, "cache type", lambda to: sigmascale.verify(MODEL, kv="int8")),
+        (sigmascale.FormatError, "regular file", lambda to: sigmascale.ScaleStream("/dev/zero")),
         (sigmascale.UnsupportedError, "over all heads together", lambda to: sigmascale.ScaleStream(OLMO2, ranks=2)),
     ],
 )

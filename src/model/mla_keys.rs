@@ -24,6 +24,10 @@ impl Keys<'_> {
             q_factor: q_rank.map_or(1.0, factor),
             kv_factor: factor(kv_rank),
         };
+        if !mla.d_rope.is_multiple_of(2) {
+            let rule = format_args!("`qk_rope_head_dim` must be even, got {}", mla.d_rope);
+            return Err(Error::format(self.file, rule));
+        }
         mla.check().map_err(|rule| Error::format(self.file, rule))?;
         let width = mla.d_nope + mla.d_rope;
         match self.count("qk_head_dim", MAX_D_MODEL)? {

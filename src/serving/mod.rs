@@ -10,6 +10,7 @@
 
 mod audit;
 mod census;
+mod centers;
 mod certificate;
 mod description;
 mod engine;

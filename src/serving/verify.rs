@@ -6,6 +6,7 @@
 
 use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
 use super::census;
+use super::centers::{self, Judged};
 use super::description::{Carries, Loads, Parameters};
 use super::engine::{Engine, Operand};
 use super::folder::{CERTIFICATE_FILE, check_read, folder_of};
@@ -46,16 +47,22 @@ pub fn verify(
     let folder = folder_of(checkpoint.path())?;
     let found = Found::read(&folder, checkpoint)?;
     // Engines that compute alike share the bounds.
-    let mut done: Vec<(AttentionSpec, Vec<Need>)> = Vec::new();
+    let mut done: Vec<(AttentionSpec, Vec<Need>, Judged)> = Vec::new();
     let mut audits = Vec::with_capacity(engines.len());
     for engine in engines {
         let spec = engine.spec(checkpoint.spec(), &found.config, found.generation.as_ref(), serving);
-        if !done.iter().any(|(own, _)| *own == spec) {
+        if !done.iter().any(|(own, ..)| *own == spec) {
             let needs = needs(checkpoint, &spec, each)?;
-            done.push((spec.clone(), needs));
+            let centers = centers::judged(checkpoint, &spec, &folder)?;
+            done.push((spec.clone(), needs, centers));
         }
-        let (spec, needs) = done.iter().find(|(own, _)| *own == spec).expect("it was just made");
-        audits.push(found.audit(*engine, spec, needs, &engine.serving(serving), &folder));
+        let (spec, needs, centers) = done.iter().find(|(own, ..)| *own == spec).expect("it was just made");
+        let mut audit = found.audit(*engine, spec, needs, &engine.serving(serving), &folder);
+        audit.notes.extend(centers.notes.iter().cloned());
+        if centers.wrong {
+            (audit.safe, audit.outcome) = (false, Outcome::NotSafe);
+        }
+        audits.push(audit);
     }
     Ok(audits)
 }
@@ -301,8 +308,12 @@ impl<'a> Case<'a> {
             }
             let meant = self.found.names.meant(name);
             let ignored = match (&self.loads, &self.gate) {
-                // The engine has no place for any scale of the model's own modules.
-                (Some(Loads::Nothing(_)), _) | (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
+                // The engine has no place for any scale of the model's own modules. vLLM does not start with one, but for latent
+                // attention.
+                (Some(Loads::Nothing(_)), _) => {
+                    meant.is_some() && (self.spec.has_mla() || !self.engine.description().stops_at_strays)
+                }
+                (_, Gate::Closed(_) | Gate::Refused(_)) => meant.is_some(),
                 _ => false,
             };
             let unread = meant.is_some_and(|(_, operand)| !self.engine.description().operands[operand as usize]);
@@ -404,12 +415,13 @@ impl<'a> Case<'a> {
             }
             (Gate::Open, Some(false)) => None,
         };
+        let is_open = closed.is_none();
         if let Some((verdict, why)) = closed
             && let Some(stored) = own.first().map(|(_, stored)| *stored).or(unread.map(|(stored, _)| stored))
         {
             return at_one(verdict, format!("{why}; {covered}"), stored.values.first().copied());
         }
-        let own = if own.is_empty() { self.lent(operand, candidates) } else { own.as_slice() };
+        let own = if own.is_empty() && is_open { self.lent(operand, candidates) } else { own.as_slice() };
         if own.is_empty() {
             return match unread {
                 Some((stored, why)) => {
@@ -428,6 +440,10 @@ impl<'a> Case<'a> {
         let judged = own.iter().map(|(_, stored)| self.judge(operand, stored, needed, &needed_row, largest));
         let worst = judged.max_by(|a, b| severity(a).total_cmp(&severity(b)));
         let mut entries = worst.expect("there is one");
+        if own.iter().any(|(_, stored)| stored.values != own[0].1.values) {
+            let several = format!("; {} tensors are loaded as it, and this is the worst of them", own.len());
+            entries.iter_mut().for_each(|entry| entry.why += &several);
+        }
         if let Some(why) = self.partly
             && largest > 1.0
         {

@@ -359,7 +359,8 @@ fn heads() {
         ("k_scale", &[9.0, SMALL]),
         ("k_scale", &[SMALL, 9.0]),
         ("v_scale", &[9.0, f32::NAN]),
-        ("q_scale", &[9.0, 9.0, 9.0, SMALL]),
+        // Of the query heads that share a KV head the largest counts.
+        ("q_scale", &[9.0, 9.0, SMALL, SMALL]),
         ("q_scale", &[9.0, 9.0, 9.0]),
         ("q_scale", &[9.0, f32::INFINITY, 9.0, 9.0]),
         ("k_scale", &[9.0, -9.0]),
@@ -370,7 +371,9 @@ fn heads() {
         let mut model = Model::llama();
         model.case.config["quantization_config"] = config.clone();
         for layer in 0..4 {
-            NAMES.iter().for_each(|name| model.scale(layer, name, 9.0));
+            for (name, heads) in NAMES.into_iter().zip([4, 2, 2]) {
+                model.add(format!("model.layers.{layer}.self_attn.{name}"), &[heads, 1, 1], 9.0);
+            }
         }
         model
     };

@@ -235,7 +235,7 @@ fn adapters_are_not_passed_over() {
         let said = String::from_utf8(output.stdout).unwrap();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(
-            said.trim_end().lines().last().unwrap().starts_with("vLLM: UNKNOWN") && said.contains("merge it"),
+            run::ending(&said).starts_with("vLLM: UNKNOWN") && said.contains("merge it"),
             "{said}"
         );
         let accepted = sigmascale(&["verify", text(folder.path()), "--for", "vllm", "--allow", "unknown"]);

@@ -74,8 +74,8 @@ fn every_command_checks_what_is_loaded() {
     let name = "model.layers.1.self_attn.v_proj.weight";
     let folder = write();
     let file = "model-00001-of-00002.safetensors";
-    for shard in [file, "model-00002-of-00002.safetensors"] {
-        add(&folder.path().join(shard), name, &[32, 48], 7.0);
+    for (shard, value) in [(file, 7.0), ("model-00002-of-00002.safetensors", 8.0)] {
+        add(&folder.path().join(shard), name, &[32, 48], value);
     }
     refused(folder.path(), name);
     // Two models under two prefixes.

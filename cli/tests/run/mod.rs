@@ -44,6 +44,11 @@ pub fn copy_of_tiny_llama() -> (tempfile::TempDir, PathBuf) {
     (parent, folder)
 }
 
+/// The last paragraph of a report, which holds the verdict and the next command, in one line.
+pub fn ending(said: &str) -> String {
+    said.trim_end().rsplit("\n\n").next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// Path as an argument.
 pub fn text(path: &Path) -> &str {
     path.to_str().unwrap()

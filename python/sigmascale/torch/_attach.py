@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._parameters import Tail
-    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, Telemetry
+    from ._typing import Backend, Bound, Center, Estimator, Fallback, Group, Layers, Policy, Telemetry
 
 
 def attach(
@@ -26,6 +26,7 @@ def attach(
     fallback: Fallback = None,
     group: Group = None,
     telemetry: Telemetry = "full",
+    center: Center = "none",
     optimizer: Any = None,
     strict: bool = False,
 ) -> Runtime:
@@ -60,6 +61,12 @@ def attach(
     ``telemetry``: ``"full"`` (every call reports maxima and overflows), ``n`` (those of every n-th step, counted by
     ``refresh()``) or ``"off"``. Policies that plan from statistics need ``"full"``. See :attr:`Runtime.telemetry`.
 
+    ``center`` says what is subtracted from keys and values before their cast, which changes rounding errors alone: ``"none"``;
+    ``"weights"``, from keys the mean of their rotated bias over positions, as an export has it (whole Hugging Face models);
+    ``"mean"``, the means of keys and values over the first 512 tokens or more; or what :func:`sigmascale.centers` returned.
+    Centers stay as they are from then on, and descales cover keys and values with them and without. Layers with sinks get none,
+    and those with a soft-cap no center of keys, in each call that has them.
+
     Bounds do not cover a dropout between a norm and the projections (the first layer of BERT, RoBERTa and ModernBERT's
     decoder): a RuntimeWarning says so while one is active.
 
@@ -87,6 +94,7 @@ def attach(
         telemetry,
         estimator,
         logits,
+        center,
         optimizer=optimizer,
         strict=strict,
     )

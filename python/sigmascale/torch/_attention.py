@@ -246,7 +246,7 @@ def attend(
     saves = _saves(q, k, v, sinks)
     accumulator = how.accumulator or (_TRAINING if saves or _is_checkpoint(q, plan, call) else _INFERENCE)
     keeps = _kept(q, call, how, accumulator) if saves else NOTHING
-    k_center, v_center = centers_of(centers, q, k, v, plan, softcap, sinks)
+    k_center, v_center = centers_of(centers, q, k, v, plan, softcap or call.logit_descale is not None, sinks)
     terms = Terms(
         causal=causal,
         scale=call.scale,
@@ -270,9 +270,10 @@ def attend(
             calls = [terms.masked(*each) for each in found]
     if reason is None:
         reason = _refusal(q, v, calls[0], call)
+    learns = isinstance(plan, LayerPlan) and plan.learns_centers
     if rope is not None:
         rope = _rope.checked(rope, q, k)
-        if reason is not None or not _turns_in_cast(q, k, v, terms, call, return_lse):
+        if reason is not None or learns or not _turns_in_cast(q, k, v, terms, call, return_lse):
             (q, k), rope = _rope.turned(rope, q, k), None
     refused = reason is not None
     if refused and call.logit_descale is not None:
@@ -285,6 +286,9 @@ def attend(
         if reason is not None and rope is not None:
             (q, k), rope = _rope.turned(rope, q, k), None
     if reason is None:
+        if learns:
+            for each in calls:
+                plan.kept.observe(plan.index, k, v, each.sequences)
         parts = [_call(q, k, v, each, call, rope, return_lse) for each in calls]
         if len(parts) == 1:
             return parts[0]
@@ -370,13 +374,8 @@ def _kept(q, call, how, accumulator):
 
 def _is_checkpoint(q, plan, call):
     """Whether a call without gradients can be that of a reentrant checkpoint, whose recompute must give the same bits."""
-    if q.dtype == E4M3 or not isinstance(plan, LayerPlan):
-        return False
-    # The compiler does not trace the question.
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        return False
     # With logits in E4M3 the kernel has sums in FP8 alone.
-    return plan.training and call.logit_descale is None
+    return q.dtype != E4M3 and call.logit_descale is None and isinstance(plan, LayerPlan) and plan.training
 
 
 def _turns_in_cast(q, k, v, terms, call, return_lse):
@@ -388,17 +387,23 @@ def _turns_in_cast(q, k, v, terms, call, return_lse):
     return _backends.choose(call.backend, q, v, terms)[0].name == "native"
 
 
-def centers_of(centers, q, k, v, plan, softcap, sinks):
-    """c and m of a call: those that are given, else those of the plan where they are exact, which its descales cover either way."""
+def centers_of(centers, q, k, v, plan, absolute, sinks):
+    """c and m of a call: those that are given, else those of the plan where they are exact. Its descales cover both ways; of operands
+    in E4M3, which are centered already, nothing can be left out."""
     if centers is not None or not isinstance(plan, LayerPlan):
-        return _centers.checked(centers, q, k, v, softcap, sinks)
+        return _centers.checked(centers, q, k, v, absolute, sinks)
     c, m = plan.centers
-    return None if softcap or sinks is not None else c, None if sinks is not None else m
+    if q.dtype == E4M3:
+        _centers.refuse(c, m, absolute, sinks)
+    return None if absolute or sinks is not None else c, None if sinks is not None else m
 
 
 def _call(q, k, v, terms, call, rope=None, return_lse=False):
     """One call of the operator. ``rope``: the cast turns q and k."""
-    descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
+    if call.descales is None:
+        descales = _current(q, *_centers.subtracted(k, v, (terms.k_center, terms.v_center)))
+    else:
+        descales = call.rows(q.shape[0])
     if len(descales) == 3:
         descales = (*descales, None)
     if rope is not None and terms.keeps != NOTHING:

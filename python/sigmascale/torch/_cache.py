@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def fp8_cache(runtime: Runtime, max_cache_len: int | None = None) -> Any:
     """A cache for ``model.generate(..., past_key_values=fp8_cache(runtime))``, half the size of BF16's.
 
-    New keys and values are cast by the plan of their layer as they come, and old ones are not cast again; so weights must stay as
-    they are while it is in use. It grows with the text; with ``max_cache_len`` it is a static one, for ``torch.compile``. Layers
+    New keys and values are cast by the plan of their layer as they come, and old ones are not cast again; so weights, and the
+    centers of plans that have them, must stay as they are while it is in use. It grows with the text; with ``max_cache_len`` it is a static one, for ``torch.compile``. Layers
     with a sliding window keep the window.
 
     Raises :class:`UnsupportedError` under ``policy="current"``, whose descales are those of one call, and without transformers.
@@ -68,6 +68,8 @@ def cast_heads(x, plan, name):
     words = plan.reported
     rows = {} if words is None else dict(zip("qkv", words[n_q:].split([n_q, n_kv, n_kv])))
     descale = plan.descales(x.shape[0])["qkv".index(name)]
+    x, center = x.transpose(1, 2), (None, *plan.centers)["qkv".index(name)]
+    x = x if center is None else x.float() - center
     # Compiled code fuses the plain one.
     one = plain_cast if torch.compiler.is_compiling() else cast
-    return one(x.transpose(1, 2), descale, rows.get(name)).transpose(1, 2)
+    return one(x, descale, rows.get(name)).transpose(1, 2)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _attention, _backends, _e4m3, _ops
+from . import _attention, _backends, _centers, _e4m3, _ops
 from ._plan import LayerPlan
 from ._terms import Terms, hidden
 
@@ -191,8 +191,7 @@ class _Call:
 
     def centered(self, k, v):
         """Keys and values without the plan's centers; all ranks have the same."""
-        k = k if self._c is None else k.float() - self._c
-        return k, v if self._m is None else v.float() - self._m
+        return _centers.subtracted(k, v, (self._c, self._m))
 
     def joined(self, out):
         """The output with m, once, behind the merge."""

@@ -13,6 +13,7 @@ import torch
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
 from ._attention import How, attend, pair, typed
+from ._centers import subtracted
 from ._e4m3 import E4M3, cast
 from ._terms import Sequences, checked
 
@@ -250,7 +251,19 @@ def flash_attn_with_kvcache(
             room = block_table.shape[1] * k_cache.shape[1]
             lengths = cache_lengths(cache_seqlens, q.shape[0], 0 if k is None else k.shape[1], room)
             out, lse = _paged.attend(
-                q, k_cache, v_cache, k, v, rotary, rotary_interleaved, lengths, block_table, softmax_scale, causal, plan
+                q,
+                k_cache,
+                v_cache,
+                k,
+                v,
+                rotary,
+                rotary_interleaved,
+                lengths,
+                block_table,
+                softmax_scale,
+                causal,
+                plan,
+                return_softmax_lse,
             )
         out = typed(out, q)
         return (out, lse) if return_softmax_lse else out
@@ -304,6 +317,8 @@ def cast_new(q, k, v, plan):
     if getattr(plan, "per_call", False):
         raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
     rows = plan.descales(q.shape[0]) if hasattr(plan, "descales") else [d.expand(q.shape[0], -1) for d in plan]
+    if k is not None:
+        k, v = subtracted(k, v, getattr(plan, "centers", (None, None)))
     return (None if x is None else cast(x, d) for x, d in zip((q, k, v), rows))
 
 

@@ -8,7 +8,7 @@ Keys are ``(pages, page_size, n_kv_heads, d_head)``. Values are the same, or in 
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
-from . import _calls
+from . import _calls, _centers
 from ._backends import backend
 from ._e4m3 import E4M3
 from ._hopper import _aligned
@@ -20,7 +20,7 @@ _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
     "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor? cosine, Tensor? sine, bool interleaved, Tensor(c!)? words, "
-    "bool causal, float scale, Tensor? label=None) -> (Tensor out, Tensor lse)",
+    "bool causal, float scale, Tensor? label=None, Tensor? k_center=None, Tensor? v_center=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -65,6 +65,8 @@ def _attend(
     causal,
     scale,
     label=None,
+    k_center=None,
+    v_center=None,
 ):
     out = torch.empty(q.shape, device=q.device, dtype=torch.bfloat16)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=q.device, dtype=torch.float32)
@@ -74,7 +76,7 @@ def _attend(
         v=None if v is None else _aligned(v),
         pages=(k_pages, v_pages, block_table, lengths, checked(lengths)),
         descales=(q_descale, k_descale, v_descale),
-        terms=Terms(causal, scale),
+        terms=Terms(causal, scale, k_center=k_center, v_center=v_center),
         out=out,
         lse=lse,
         stats=None if words is None else words.view(-1),
@@ -96,7 +98,7 @@ torch.library.register_fake("sigmascale::paged_attention", _shapes, lib=_LIBRARY
 paged_attention = torch.ops.sigmascale.paged_attention.default
 
 
-def attend(q, k_cache, v_cache, k, v, rotary, interleaved, lengths, block_table, scale, causal, plan):
+def attend(q, k_cache, v_cache, k, v, rotary, interleaved, lengths, block_table, scale, causal, plan, needs_lse):
     """A call of ``flash_attn_with_kvcache`` on E4M3 pages: the output and the log-sum-exp."""
     if getattr(plan, "per_call", False):
         raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
@@ -113,8 +115,14 @@ def attend(q, k_cache, v_cache, k, v, rotary, interleaved, lengths, block_table,
     lengths, block_table = (x if x.dtype == torch.int32 else x.to(torch.int32) for x in (lengths, block_table))
     scale = getattr(plan, "softmax_scale", q.shape[3] ** -0.5) if scale is None else float(scale)
     words, label = (plan.reported, plan.label) if isinstance(plan, LayerPlan) else (None, None)
-    how = bool(interleaved), words, bool(causal), scale, label
-    return paged_attention(q, k_cache, v_cache, block_table, lengths, k, v, *given[:3], cosine, sine, *how)
+    c, m = getattr(plan, "centers", (None, None))
+    if needs_lse and c is not None and cosine is not None:
+        raise UnsupportedError(
+            "the log-sum-exp of centered keys needs the rotated queries, which the kernel makes: rotate q and k before the call"
+        )
+    how = bool(interleaved), words, bool(causal), scale, label, c, m
+    out, lse = paged_attention(q, k_cache, v_cache, block_table, lengths, k, v, *given[:3], cosine, sine, *how)
+    return out, _centers.model_lse(lse, q, given[0], Terms(causal, scale, k_center=c)) if needs_lse else lse
 
 
 def _table(x, room):

@@ -49,9 +49,8 @@ class LayerPlan:
     remembers: bool
     latent: bool
     stale: bool
-    # c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others (`attention`). The
-    # descales cover keys and values with them and without.
-    centers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    # The centers of the runtime's layers.
+    kept: Any = None
     # "e4m3": calls cast their logits (`attention`).
     logits: str | None = None
     key: int
@@ -82,6 +81,17 @@ class LayerPlan:
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
         for tensor in (runtime.descales, runtime.words, self._rows, self.words):
             _tell_compiler(tensor)
+
+    @property
+    def centers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others. The descales
+        cover keys and values with them and without."""
+        return (None, None) if self.kept is None else self.kept.of[self.index]
+
+    @property
+    def learns_centers(self) -> bool:
+        """Whether calls take part in the means that centers come from."""
+        return self.kept is not None and self.kept.learns(self.index)
 
     @property
     def training(self) -> bool:

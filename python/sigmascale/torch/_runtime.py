@@ -18,6 +18,7 @@ from .._parameters import Tail, named
 from . import (
     _backends,
     _calls,
+    _centers,
     _distributed,
     _engine,
     _estimates,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ._typing import Backend, Bound, Estimator, Fallback, Group, Layers, Policy, PolicyName, Telemetry
+    from ._typing import Backend, Bound, Center, Estimator, Fallback, Group, Layers, Policy, PolicyName, Telemetry
 
 
 class Runtime:
@@ -51,6 +52,7 @@ class Runtime:
     - ``logit_descales``: f32 ``(layers, n_q_heads)``, which map the policy's logit bound onto ``tail.eta`` of E4M3, or
       None if the policy has no logit bound.
     - ``tail``: the :class:`sigmascale.Tail` in use.
+    - ``centers``: what is subtracted from keys and values of each layer (``plan.centers``).
     - ``before_refresh``, ``after_refresh``: lists of functions that are called with the runtime, before each refresh,
       while the statistics of its calls are still there, and at its end, on its stream.
 
@@ -91,6 +93,7 @@ class Runtime:
         telemetry: Telemetry = "full",
         estimator: Estimator = "gram",
         logits: Literal["e4m3"] | None = None,
+        center: Center = "none",
         *,
         optimizer: Any = None,
         strict: bool = False,
@@ -167,6 +170,9 @@ class Runtime:
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
         self._bind(known)
+        self.centers = _centers.Kept(center, self, model, known)
+        for plan in self.layers:
+            plan.kept = self.centers
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         # What is to be said once: of layers that run elsewhere, and of weights that are not those of the scales.
@@ -297,6 +303,7 @@ class Runtime:
                 if self.logits is not None:
                     self.logit_descales[index].copy_(self.logits[index, :, 3])
                 self._policy.update(self, self._stream(), [index])
+                self.centers.widen(self.descales, [index])
                 self._due.discard(index)
                 self.layers[index].stale = False
 
@@ -458,6 +465,9 @@ class Runtime:
                     self.logit_descales.copy_(self.logits[..., 3])
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._resident if from_weights else None)
+                self.centers.refresh(self._group)
+                if not self._policy.per_call:
+                    self.centers.widen(self.descales, self._resident if from_weights else slice(None))
                 if ends_step:
                     self.words.zero_()
                     for plan in self.layers:
@@ -568,6 +578,7 @@ class Runtime:
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         part, vectors = _saved.part(self, state), _saved.estimates(self, state)
+        centers = _saved.centers(self, state)
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             if part is not None:
                 self._policy.load(part["state"])
@@ -580,6 +591,7 @@ class Runtime:
                 self._due |= self._sliced
             if part is not None or vectors is not None:
                 self._policy.update(self, self._stream(), self._resident if vectors is not None else None)
+            self.centers.load(centers, self.descales)
             if part is not None:
                 self.descales.copy_(part["descales"])
 

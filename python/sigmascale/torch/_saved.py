@@ -20,6 +20,7 @@ def state(runtime):
         "places": runtime._places,
         "descales": None if saved is None else runtime.descales.clone(),
         "state": saved,
+        "centers": runtime.centers.state(),
         "estimates": None if runtime._estimates is None else runtime._estimates.state(runtime._due),
     }
 
@@ -29,7 +30,7 @@ def part(runtime, saved):
     if not isinstance(saved, Mapping):
         raise TypeError(f"state: expected what state_dict() returned, got {type(saved).__name__}")
     mine = {"version": VERSION, "policy": runtime.policy, "shape": _shape(runtime)}
-    for key in (*mine, "places", "descales", "state"):
+    for key in (*mine, "places", "descales", "state", "centers"):
         if key not in saved:
             raise MismatchError(f"the saved state has no {key!r}: it is not the state of a sigmascale runtime")
     for key in ("version", "policy"):
@@ -49,6 +50,14 @@ def part(runtime, saved):
     if not bool((torch.isfinite(descales) & (descales > 0)).all()):
         raise MismatchError("the saved state has descales that are not finite and above 0")
     return saved
+
+
+def centers(runtime, saved):
+    """The centers of a saved state, checked: of the layers and heads of this runtime, or of all that the state has."""
+    given, own = saved["centers"], runtime.centers.source
+    if (given or {"source": "none"})["source"] != own:
+        raise MismatchError(f"the saved state has center {given and given['source']!r}, this runtime {own!r}")
+    return given
 
 
 def estimates(runtime, saved):

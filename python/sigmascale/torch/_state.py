@@ -166,15 +166,28 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in head.items():
             if state.get(key) != value:
                 raise MismatchError(f"states to merge have {key} {value!r} and {state.get(key)!r}")
+    centers = _merged_centers([state.get("centers") for state in states])
     if states[0]["state"] is None:
-        return dict(states[0])
+        return states[0] | {"centers": centers}
     found = {tuple(record.place): record for state in states for record in _sound(state)}
     records = [found[place] for place in sorted(found)]
     if records[0].pooling == "model" and len({str(record.frame["all"]) for record in records}) > 1:
         raise MismatchError(
             "auto-c with pooling='model' pools the layers and heads of a process: its states cannot be merged"
         )
-    return _state(records, head)
+    return _state(records, head) | {"centers": centers}
+
+
+def _merged_centers(parts):
+    """Rows of all processes; the first that has a layer and head gives them."""
+    if len({part and part["source"] for part in parts}) != 1:
+        raise MismatchError("states to merge have centers from different sources")
+    if parts[0] is None:
+        return None
+    rows = {}
+    for part in reversed(parts):
+        rows |= part["rows"]
+    return {"source": parts[0]["source"], "rows": rows}
 
 
 def taken(state, places):

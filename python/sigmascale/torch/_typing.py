@@ -32,6 +32,8 @@ Kernels: TypeAlias = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Cal
 Rotation: TypeAlias = Rope | tuple[torch.Tensor, torch.Tensor]
 # What is subtracted from keys and values of each KV head.
 Centers: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
+# Where centers of a runtime come from: a name, or what `sigmascale.centers` returned.
+Center: TypeAlias = Literal["none", "weights", "mean"] | Mapping[str, Any] | None
 # What a training loop measures.
 Number: TypeAlias = float | torch.Tensor
 Event: TypeAlias = Mapping[str, Any]

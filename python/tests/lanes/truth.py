@@ -110,13 +110,14 @@ def main(engine, place, part="1/1"):
         with out.open("a") as lines:
             lines.write(json.dumps({"name": name} | result) + "\n")
 
-    seen = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
+    past = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    seen = {one["name"] for one in past}
     if begun.exists() and (name := begun.read_text()) not in seen:
         record(name, {"error": "the loader ended its process"})
         seen.add(name)
     # In an order that mixes kinds, so that a run that is cut short has some of each.
     mixed = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
-    due = mixed[number - 1 :: parts]
+    due = [folders.control(one["name"].split("-")[0]) for one in past if "error" in one] + mixed[number - 1 :: parts]
     while due:
         one = due.pop(0)
         if one.name in seen:

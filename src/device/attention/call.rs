@@ -202,6 +202,11 @@ impl Tensors {
         self.out.expect_aligned("out", 16, 8)?;
         expect_disjoint("out", &self.out)?;
         self.descales.check(sizes)?;
+        if self.descales.logit.is_some() && call.key_center().is_some() {
+            return Err(Error::unsupported(
+                "a center of keys with logits in E4M3 is not offered on the GPU: their descales are for the logits of the model",
+            ));
+        }
         if self.descales.logit.is_some() && self.stats.is_none() {
             return Err(Error::argument("logits in E4M3 need stats: their overflow must not go unseen"));
         }

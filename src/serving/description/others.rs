@@ -16,6 +16,7 @@ pub(crate) static TRTLLM: Description = Description {
     )],
     latent: "TensorRT-LLM keeps the scale of an FP8 cache at 1.0 and ignores the scales of a checkpoint",
     skips_layers: false,
+    stops_at_strays: false,
     requantizes: false,
 };
 
@@ -46,5 +47,6 @@ pub(crate) static MISTRALRS: Description = Description {
     ],
     latent: OTHER_FAMILY,
     skips_layers: false,
+    stops_at_strays: false,
     requantizes: false,
 };

@@ -22,6 +22,8 @@ pub(crate) struct Description {
     pub latent: &'static str,
     /// Whether layers can be left out of the FP8 cache when the server starts.
     pub skips_layers: bool,
+    /// Whether it does not start with a stored scale that no parameter takes.
+    pub stops_at_strays: bool,
     /// Whether FP8 weights with scales of their own are brought to a common or a coarser scale when they are loaded.
     pub requantizes: bool,
 }

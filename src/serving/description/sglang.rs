@@ -127,5 +127,6 @@ pub(crate) static DESCRIPTION: Description = Description {
     ],
     latent: "SGLang writes the cache of latent attention (MLA) without a scale, so an export has none",
     skips_layers: false,
+    stops_at_strays: false,
     requantizes: true,
 };

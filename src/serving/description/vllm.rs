@@ -3,7 +3,10 @@
 use super::schema::{Carries, Description, Loads, Names, Rename, rename};
 
 /// `QuantizationConfig.get_cache_scale_mapper`, in its order; each is applied to what the one before it left.
-const RENAMES: &[Rename] = &[
+const RENAMES: &[Rename] = &ALL;
+/// Without scales of a projection's output, at which the loader of Gemma 3 stops.
+const BY_NAME: &[Rename] = ALL.split_at(1).1;
+const ALL: [Rename; 8] = [
     Rename { methods: BY_OUTPUT, ..rename(r"\.([qkv])_proj\.output_scale$", ".attn.${1}_scale") },
     rename(r"\.kv_scale$", ".attn.k_scale"),
     rename(r"\.self_attn\.[kv]_proj\.([kv])_scale$", ".self_attn.attn.${1}_scale"),
@@ -52,6 +55,7 @@ pub(crate) static DESCRIPTION: Description = Description {
     needs_producer: true,
     families: &[
         (&["gpt2", "gptj", "gpt_bigcode", "gpt_oss"], Loads::Scales(INNER)),
+        (&["gemma3_text"], Loads::Scales(Names { renames: BY_NAME, ..PLAIN })),
         (&["jamba", "lfm2"], Loads::Nothing(UNSCALED)),
         (
             &["minimax_m3"],
@@ -82,7 +86,6 @@ pub(crate) static DESCRIPTION: Description = Description {
                 "qwen3_vl_moe",
                 "gemma",
                 "gemma2",
-                "gemma3_text",
                 "gemma3n_text",
                 "gemma4_text",
                 "phi",
@@ -142,5 +145,6 @@ pub(crate) static DESCRIPTION: Description = Description {
     latent: "vLLM's loader has no scales for latent attention (MLA): it casts the absorbed query and the cached row at 1.0 unless \
              Sigmascale's plugin sets them",
     skips_layers: true,
+    stops_at_strays: true,
     requantizes: true,
 };
