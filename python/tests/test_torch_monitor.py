@@ -17,7 +17,7 @@ from recorded import batch, loss_of, model  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _calls, _norms, _samples, _sinks, _terms  # noqa: E402
+from sigmascale.torch import _calls, _norms, _residual, _samples, _sinks, _terms  # noqa: E402
 
 
 def lines(path, kind=None):
@@ -232,9 +232,10 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
         )
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
         # Several calls together are each by themselves, and an output is that with what its rounding took.
-        other = sampled(grad, eight, descales, 2 * out, terms, rows, turn)
+        other = sampled(grad, eight, descales, _residual.value(out, torch.tensor(100, dtype=torch.int8)), terms, rows, turn)
         places = _samples.places_of(length, rows, turn, q.device)
-        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in (None, out, None)]
+        rests = [torch.full(out.shape, code, dtype=torch.int8) for code in (0, 100, 0)]
+        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in rests]
         ((indices, together),) = _samples.measure(dict(zip((4, 0, 7), taken)))
         assert indices == [4, 0, 7] and torch.allclose(together, torch.stack([found, other, found]), rtol=1e-12, atol=0)
         if case in ("full", "groups"):

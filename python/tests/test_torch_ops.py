@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _e4m3, _terms  # noqa: E402
+from sigmascale.torch import _e4m3, _residual, _terms  # noqa: E402
 
 OP, OP_BACKWARD = torch.ops.sigmascale.attention.default, torch.ops.sigmascale.attention_backward.default
 
@@ -223,6 +223,20 @@ def test_delta_is_that_of_the_output_before_its_rounding(sinks):
     assert off(ours["emulated"]) < 0.3 * off(ours["rounded"]), "its delta is that of P and dP"
     if sinks is not None:
         assert error(ours["unrounded"][3], theirs[3]) <= error(ours["rounded"][3], theirs[3])
+
+
+def test_a_code_is_what_the_rounding_took():
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(200_000, generator=generator) * torch.exp2(torch.randint(-140, 120, (200_000,), generator=generator).float())
+    out = wide.bfloat16()
+    codes = _residual.code(wide, out)
+    again, least = _residual.value(out, codes), 2.0**-111
+    # A step is 2^-15 of a power of two, and the largest code is one short of half a step of bfloat16.
+    assert ((again - wide).abs() <= 2.0**-15 * wide.abs().clamp_min(least)).all()
+    assert ((again - wide).abs() <= 2.0**-16 * (1 + 2**-7) * wide.abs().clamp_min(least))[codes.abs() < 127].all()
+    assert codes.min() <= -127 and codes.max() == 127
+    plain = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
+    assert (_residual.code(plain, plain.bfloat16()) == 0).all()
 
 
 @pytest.mark.parametrize("how", ["causal", "window", "one key"])

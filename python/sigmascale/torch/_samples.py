@@ -13,6 +13,7 @@ import dataclasses
 
 import torch
 
+from . import _residual
 from ._e4m3 import E4M3
 from ._terms import Terms
 
@@ -69,7 +70,7 @@ def take(grad, operands, descales, out, terms, places, turn, residual=None):
     q, k, v = operands
     entry = turn % q.shape[0]
     rows = lambda x: _bytes(x)[entry].index_select(0, places)
-    whole = rows(out) if residual is None else rows(out).float() + rows(residual).float()
+    whole = rows(out) if residual is None else _residual.value(rows(out), rows(residual).view(torch.int8))
     if terms.v_center is not None:
         # Of one kind with the operands; rows without keys are not measured.
         whole = whole - terms.v_center.repeat_interleave(q.shape[2] // terms.v_center.shape[0], dim=0)
