@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import plain  # noqa: E402
 from recorded import batch, loss_of, model  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
@@ -278,6 +279,44 @@ def test_values_on_a_device_wait_for_the_next_layer_lines(run):
     assert not read and len(lines(path)) == 1
     monitor.step(loss=3.0)
     assert [row["loss"] for row in lines(path, "step")] == [0.0, 1.0, 2.0, 3.0] and not read
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and "empty" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_are_measured_together(tmp_path):
+    """Of small kernels the launches are what a recorded step costs."""
+    counts = {}
+    for layers in (1, 3):
+        made = model(layers=layers)
+        runtime = fp8.attach(made, bound="worst-case")
+        monitor = fp8.Monitor(runtime, tmp_path / f"{layers}.jsonl", every=2)
+        plain_backward = Launches()
+        monitor._sampling = False
+        with plain_backward:
+            loss_of(made, 0).backward()
+        monitor._sampling = True
+        sampled_backward, recorded, between = Launches(), Launches(), Launches()
+        with sampled_backward:
+            loss_of(made, 0).backward()
+        with recorded:
+            monitor.step()
+        with between:
+            monitor.step()
+        counts[layers] = sampled_backward.count - plain_backward.count, recorded.count, between.count
+    (taken, measured, nothing), (taken_of_three, *rest) = counts[1], counts[3]
+    assert rest == [measured, nothing] and nothing == 0 and measured <= 320, counts
+    # Copies of four rows, k, v and descales; the places of rows are made once.
+    assert taken_of_three - taken == 2 * 7, counts
 
 
 def test_a_closed_monitor_leaves_nothing_behind(run):
