@@ -75,7 +75,7 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding():
     q, k, v = operands(1, 200, (4, 2), 64)
     direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     run = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, rows(), **how), (q, k, v), direction)
-    usual, ours = run(), run(gradients="fp8-dq")
+    usual, ours = run(gradients="rounded-delta"), run(gradients="fp8-dq")
     assert 1e-2 < error(ours[0], usual[0]) < 4e-2, error(ours[0], usual[0])
     assert torch.equal(ours[1], usual[1]) and torch.equal(ours[2], usual[2])
     assert torch.equal(fp8.attention(q, k, v, rows(), gradients="fp8-dq"), fp8.attention(q, k, v, rows()))
@@ -91,7 +91,7 @@ def test_bytes_and_two_outputs_are_all_that_is_saved():
         fp8.attention(q, k, v, rows())
     shapes = [tuple(x.shape) for x in (q, k, v)]
     descales = [(torch.float32, (2, 2))] * 3
-    rest = [(torch.bfloat16, shapes[0]), (torch.float32, (2, 4, 33))]
+    rest = [(torch.bfloat16, shapes[0]), (torch.int8, shapes[0]), (torch.float32, (2, 4, 33))]
     assert sorted(map(str, kept)) == sorted(map(str, [(torch.uint8, x) for x in shapes] + descales + rest))
     with torch.no_grad():
         _, _, *kept = called(q, k, v, _terms.Terms(True, 0.2))
