@@ -39,7 +39,8 @@ pub struct Observed {
     pub layers: Vec<LayerMaxima>,
 }
 
-/// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer.
+/// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer, and
+/// stops the work by an error.
 ///
 /// # Errors
 /// `is_unsupported` if the family has no forward here; as [`TokenFile::read`].
@@ -47,7 +48,7 @@ pub fn observe(
     model: &StressModel,
     file: &TokenFile,
     seq_len: Option<usize>,
-    each: &mut dyn FnMut(),
+    each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Observed> {
     let spec = model.spec();
     let body = model.body(0)?;
@@ -79,7 +80,7 @@ pub fn observe(
             }
         }
         layers.push(most);
-        each();
+        each()?;
     }
     let tokens = source.summary().ok_or_else(|| Error::argument("there is no text"))?;
     Ok(Observed { tokens, sequences, seq_len, layers })
