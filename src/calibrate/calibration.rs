@@ -95,7 +95,9 @@ impl<'s> Calibration<'s> {
     }
 
     fn power_engine(&mut self) -> PowerEngine<'_> {
-        PowerEngine { cold: self.options.iterations, ..PowerEngine::new(&mut self.power) }
+        let mut engine = PowerEngine::new(&mut self.power);
+        engine.cold = self.options.iterations;
+        engine
     }
 
     /// Latent attention: its logits have a bound of their own, not the norms of heads.
