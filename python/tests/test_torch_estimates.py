@@ -69,6 +69,44 @@ def test_estimates_rise_to_the_norm_with_every_refresh(estimator):
             assert last[layer, head] == pytest.approx(norm, rel=2e-3)
 
 
+@pytest.mark.parametrize("estimator", POWER)
+def test_the_numbers_of_iterations_are_options(estimator):
+    model = Small()
+    runtimes = [attach(model, "geometry-c-star", estimator=estimator, iterations=each) for each in ((1, 1), (4, 2), (9, 1))]
+    for runtime in runtimes[1:]:
+        assert (runtime.estimates()["sigma"] > runtimes[0].estimates()["sigma"]).all()
+    runtimes[1].refresh()
+    assert runtimes[1].estimates()["steps"].tolist() == [6, 6]
+    # As many iterations from the same vectors, in one launch or in several.
+    several = attach(model, "geometry-c-star", estimator=estimator, iterations=(3, 3))
+    several.refresh()
+    assert several.estimates()["sigma"] == pytest.approx(runtimes[1].estimates()["sigma"], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", POWER)
+def test_a_poor_start_heals_where_the_weights_stay(estimator):
+    """Vectors that are nearly orthogonal to the largest singular vector: the estimate is poor, and meets the norm by refreshes."""
+    model = Small()
+    runtime = attach(model, "geometry-c-star", estimator=estimator)
+    q, k = (x[0].detach().double().view(-1, R, D) for x in (model.q, model.k))
+    summed = estimator == "power-summed"
+    gain = 1 if summed else model.gain.detach().double()
+    matrix = sum(q[h].T @ k[h * KV // HEADS] for h in range(HEADS)) if summed else (q[0] * gain).T @ (k[0] * gain)
+    _, values, vectors = torch.linalg.svd(matrix)
+    poor = vectors[5] + 1e-3 * vectors[0]
+    state = runtime.state_dict()
+    own = torch.cat([k[head] @ poor for head in range(KV)]) if summed else (k[0] * gain) @ poor
+    state["estimates"]["vectors"][: len(own)] = own.float()
+    runtime.load_state_dict(state)
+    seen = [runtime.estimates()["sigma"][0, 0]]
+    assert seen[0] < 0.9 * float(values[0])
+    for _ in range(60):
+        runtime.refresh()
+        seen.append(runtime.estimates()["sigma"][0, 0])
+    assert all(b >= a * (1 - 1e-5) for a, b in zip(seen, seen[1:]))
+    assert seen[-1] == pytest.approx(float(values[0]), rel=5e-3)
+
+
 def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
     model = Small()
     runtime, certified = attach(model, estimator="power"), attach(model, bound="worst-case")
@@ -139,6 +177,12 @@ def test_foreign_states_and_wrong_options_are_refused():
         power.load_state_dict(gram.state_dict())
     with pytest.raises(sigmascale.MismatchError, match="vectors"):
         power.load_state_dict(power.state_dict() | {"estimates": power.state_dict()["estimates"] | {"vectors": torch.zeros(3)}})
+    with pytest.raises(sigmascale.MismatchError, match=r"iterations \(5, 1\), this runtime \(5, 2\)"):
+        attach(model, estimator="power", iterations=(5, 2)).load_state_dict(power.state_dict())
+    with pytest.raises(sigmascale.ArgumentError, match="iterations 0 must be at least 1"):
+        attach(model, estimator="power", iterations=(5, 0))
+    with pytest.raises(TypeError, match="iterations must be two integers"):
+        attach(model, estimator="power", iterations=5)
     with pytest.raises(sigmascale.ArgumentError, match="estimator 'lanczos'"):
         attach(model, estimator="lanczos")
     with pytest.raises(sigmascale.ArgumentError, match="logits"):

@@ -68,7 +68,7 @@ pub fn export(
     let aside = Settings::read_if_present(&from.join(HF_QUANT))?;
     let generation = Settings::read_if_present(&from.join("generation_config.json"))?;
     let method = config.method(aside.as_ref(), description.upper_case, description.needs_producer);
-    let spec = &options.engine.spec(checkpoint.spec(), &config, generation.as_ref(), &options.serving);
+    let spec = &options.engine.spec(checkpoint.spec(), &config, generation.as_ref(), &options.serving)?;
     let names = ScaleNames::new(spec)?;
     let reads = reads(options, spec, &config, &method, &names)?;
     options.check(spec, &method, &reads)?;

@@ -94,6 +94,7 @@ class Runtime:
         estimator: Estimator = "gram",
         logits: Literal["e4m3"] | None = None,
         center: Center = "none",
+        iterations: tuple[int, int] = (5, 1),
         *,
         optimizer: Any = None,
         strict: bool = False,
@@ -145,7 +146,7 @@ class Runtime:
         self.device, self._q_heads = known.device(), known.q_heads
         self._shape, self._heads = _shape(found), _heads.Heads(found)
         check_layers(policy, found)
-        self._estimates = _estimates.Estimates(self, found, estimator) if estimating else None
+        self._estimates = _estimates.Estimates(self, known, estimator, iterations) if estimating else None
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)

@@ -81,9 +81,7 @@ impl EstimateEngine {
     /// # Errors
     /// `is_argument` if one is zero.
     pub fn with_iterations(mut self, iterations: Iterations) -> Result<Self> {
-        if iterations.cold == 0 || iterations.warm == 0 {
-            return Err(Error::argument("a power iteration needs at least 1 iteration cold and 1 warm"));
-        }
+        iterations.check()?;
         self.iterations = iterations;
         Ok(self)
     }
@@ -110,15 +108,16 @@ impl EstimateEngine {
     /// # Errors
     /// If a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
-        self.run(stream, self.cold.swap(false, Ordering::Relaxed))
+        let cold = self.cold.swap(false, Ordering::Relaxed);
+        self.run(stream, if cold { self.iterations.cold } else { self.iterations.warm }, cold)
     }
 
-    /// The same of a cold start, or of a warm one.
+    /// The same with `count` iterations, `cold` if the vectors are random ones. With none, bounds are those of the estimates that
+    /// lie in [`EstimateEngine::estimates`], as where ranks that share a layer's heads have summed them.
     ///
     /// # Errors
     /// As [`EstimateEngine::plan`].
-    pub fn run(&self, stream: &Stream, cold: bool) -> Result<()> {
-        let count = if cold { self.iterations.cold } else { self.iterations.warm };
+    pub fn run(&self, stream: &Stream, count: usize, cold: bool) -> Result<()> {
         self.scales.descales(stream)?;
         self.iterate(stream, count)?;
         let cover = |rank| match self.cover.filter(|_| cold) {
@@ -140,7 +139,7 @@ impl EstimateEngine {
     ///
     /// # Safety
     /// As [`ShapeEngine::plan`](super::ShapeEngine::plan).
-    pub unsafe fn run_on(&self, stream: &Stream, layers: &[LayerInput], cold: bool) -> Result<()> {
+    pub unsafe fn run_on(&self, stream: &Stream, layers: &[LayerInput], count: usize, cold: bool) -> Result<()> {
         if !self.fits(layers) {
             return Err(Error::argument(OTHER_SHAPE));
         }
@@ -152,7 +151,7 @@ impl EstimateEngine {
         // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the launches behind this one
         // start when it has ended.
         unsafe { self.writer.put(stream, [self.scales.places(layers)?, power].concat())? };
-        self.run(stream, cold)
+        self.run(stream, count, cold)
     }
 
     fn iterate(&self, stream: &Stream, count: usize) -> Result<()> {

@@ -2,6 +2,9 @@
 
 use super::schema::{Carries, Description, Loads, Names, Rename, rename};
 
+/// Whether they read it is not known.
+const FACTOR: &[&str] = &["attention_factor"];
+
 pub(crate) static TRTLLM: Description = Description {
     version: "of August 2026, PyTorch backend",
     operands: [false; 3],
@@ -18,6 +21,8 @@ pub(crate) static TRTLLM: Description = Description {
     skips_layers: false,
     stops_for: &[],
     latent_names: None,
+    otherwise: &super::schema::ROTATIONS,
+    unread: FACTOR,
     requantizes: false,
 };
 
@@ -50,5 +55,7 @@ pub(crate) static MISTRALRS: Description = Description {
     skips_layers: false,
     stops_for: &[],
     latent_names: None,
+    otherwise: &super::schema::ROTATIONS,
+    unread: FACTOR,
     requantizes: false,
 };
