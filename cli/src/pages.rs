@@ -5,7 +5,6 @@ use super::report::Report;
 use super::stress::Results;
 use super::{diagnose, inspect, stress, verify};
 use sigmascale::calibrate::Inspection;
-use sigmascale::serving::Audit;
 use sigmascale_lab::diagnose::Diagnosis;
 use sigmascale_lab::history::History;
 use sigmascale_lab::stress::StressResult;

@@ -28,7 +28,7 @@ use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::fp8::E4M3_MAX;
 use crate::tensor::{BlockScale, Dtype, MatrixView};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! `sigmascale diagnose`: which head of a run goes wrong first, and what to do.
 
-pub mod page;
 mod conditions;
+pub mod page;
 mod sentences;
 
 use super::html::{Made, Tone};

@@ -326,7 +326,12 @@ fn the_older_name_of_the_quantization() {
     // An export keeps the name.
     let out = folder.path().join("../exported-older-name");
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let options = sigmascale::serving::ExportOptions::new(Engine::Vllm);
+    let options = sigmascale::serving::ExportOptions {
+        engine: Engine::Vllm,
+        per_head: false,
+        copy: false,
+        serving: Serving::default(),
+    };
     sigmascale::serving::export(&checkpoint, &out, &options, &mut || Ok(())).unwrap();
     let safe = is_safe(&out, Engine::Vllm);
     std::fs::remove_dir_all(&out).unwrap();

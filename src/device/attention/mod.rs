@@ -55,9 +55,7 @@ pub use backward::BackwardEngine;
 #[cfg(test)]
 pub(super) use backward::backward_variants;
 pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
-pub use call::{
-    Descales, Keys, Rope, SavedOperands, SavedRows, Tensors, Workspace, residual_code, residual_value,
-};
+pub use call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors, Workspace, residual_code, residual_value};
 pub use engine::Cuda;
 // Hidden: a call with device memory of its own, which the command times and `Cuda` makes of a host call.
 #[doc(hidden)]
