@@ -1,5 +1,6 @@
 """The paper's runtime on the CPU: norms from power iteration, and logits in E4M3."""
 
+import dataclasses
 import math
 
 import pytest
@@ -121,6 +122,20 @@ def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
     # Nothing covers what rotates, or the sum.
     for other in (attach(Small(rotary=R), estimator="power"), attach(model, estimator="power-summed")):
         assert all(map(math.isnan, other.estimates()["upper"].flatten()))
+
+
+@pytest.mark.parametrize("estimator", ["gram", *POWER])
+def test_the_factor_on_rotated_channels_is_in_both_sides_of_a_logit(estimator):
+    model = Small(rotary=R)
+    plain, turned = (
+        fp8.attach(model, "geometry-c-star", "worst-case", layers=layers, estimator=estimator)
+        for layers in (model.layers(), [dataclasses.replace(layer, rope_factor=1.25) for layer in model.layers()])
+    )
+    assert torch.allclose(turned.logits, plain.logits * 1.25**2, rtol=1e-4)
+    assert torch.allclose(turned.logit_descales, plain.logit_descales * 1.25**2, rtol=1e-4)
+    rotated = turned.descales[:, :2] / plain.descales[:, :2]
+    assert torch.allclose(rotated, torch.full_like(rotated, 1.25), rtol=1e-4)
+    assert torch.equal(turned.descales[:, 2], plain.descales[:, 2])
 
 
 @pytest.mark.parametrize("estimator", POWER)
