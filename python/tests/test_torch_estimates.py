@@ -99,13 +99,18 @@ def test_a_poor_start_heals_where_the_weights_stay(estimator):
     own = torch.cat([k[head] @ poor for head in range(KV)]) if summed else (k[0] * gain) @ poor
     state["estimates"]["vectors"][: len(own)] = own.float()
     runtime.load_state_dict(state)
-    seen = [runtime.estimates()["sigma"][0, 0]]
+    first = runtime.estimates()
+    seen = [first["sigma"][0, 0]]
+    assert first["residual"][0, 0] > 1e-3 * seen[0]
+    # Near some singular value, though not near the largest.
+    assert float((values - seen[0]).abs().min()) <= 1.01 * first["residual"][0, 0]
     assert seen[0] < 0.9 * float(values[0])
     for _ in range(60):
         runtime.refresh()
         seen.append(runtime.estimates()["sigma"][0, 0])
     assert all(b >= a * (1 - 1e-5) for a, b in zip(seen, seen[1:]))
     assert seen[-1] == pytest.approx(float(values[0]), rel=5e-3)
+    assert runtime.estimates()["residual"][0, 0] < 0.1 * seen[-1]
 
 
 def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
