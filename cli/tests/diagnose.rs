@@ -113,7 +113,7 @@ fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
         (vec!["diagnose", text(&file), TINY_LLAMA], 2, "one record of a run, or only checkpoints"),
         (vec!["diagnose", TINY_LLAMA], 2, "pass two or more checkpoints"),
         (vec!["diagnose", "--model", TINY_LLAMA], 2, "--tokens <FILE>"),
-        (vec!["diagnose", text(&file), "--tokens", text(&file)], 2, "--model <FOLDER>"),
+        (vec!["diagnose", text(&file), "--tokens", text(&file)], 2, "need --model FOLDER"),
         (vec!["diagnose", text(&file), "--model", TINY_LLAMA, "--tokens", text(&file)], 2, "cannot be used with"),
         (vec!["diagnose", "--model", TINY_LLAMA, "--tokens", "absent.txt"], 3, "absent.txt: cannot read"),
         (vec!["diagnose", "absent.jsonl"], 3, "absent.jsonl: cannot read"),
@@ -140,7 +140,8 @@ fn a_text_shows_which_heads_repeat_their_maximum() {
         values.iter().sum::<f64>() / values.len() as f64
     };
     for layer in 0..6 {
-        for (key, range) in [("repeated", 0.0..=1.0), ("ones", 0.0..=1.0), ("error_at_ones", 0.0..=1.0), ("similarity", -1.0..=1.0)]
+        for (key, range) in
+            [("repeated", 0.0..=1.0), ("ones", 0.0..=1.0), ("error_at_ones", 0.0..=1.0), ("similarity", -1.0..=1.0)]
         {
             assert!(range.contains(&mean(&text_of, layer, key)), "{layer} {key}");
         }

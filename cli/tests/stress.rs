@@ -394,7 +394,14 @@ fn the_failure_probability_is_that_of_the_run() {
 fn an_estimator_is_one_word() {
     let run_with = |estimator, iterations| {
         let options = ["--layers", "2", "--seq-len", "32", "--steps", "12", "--mode", "logit", "--format", "json"];
-        let policies = ["--policies", "geometry-c-star,auto-c,delayed-paper", "--estimator", estimator, "--iterations", iterations];
+        let policies = [
+            "--policies",
+            "geometry-c-star,auto-c,delayed-paper",
+            "--estimator",
+            estimator,
+            "--iterations",
+            iterations,
+        ];
         json(&[&["stress", "weight-spike", "--model", TINY_LLAMA][..], &options, &policies].concat())
     };
     let [gram, power, summed] = ["gram", "power", "power-summed"].map(|estimator| run_with(estimator, "5,1"));

@@ -204,12 +204,7 @@ fn look(
 
 /// The sum of the cosines of `(P K)[T]^T X[T]` over pairs of rows, and their number. `directions`: P K, which is turned back by
 /// the row's rotation, as the gradient of q is.
-fn cosines(
-    mut directions: Vec<f32>,
-    r: usize,
-    read: &DMatrix<f32>,
-    rope: Option<(&str, &Rope)>,
-) -> Result<[f64; 2]> {
+fn cosines(mut directions: Vec<f32>, r: usize, read: &DMatrix<f32>, rope: Option<(&str, &Rope)>) -> Result<[f64; 2]> {
     if let Some((name, rope)) = rope {
         // A turn by the opposite angle is one between two reflections.
         let reflect = |directions: &mut [f32]| {

@@ -145,12 +145,7 @@ impl TrainOptions {
 
     /// That of another policy over the same run.
     pub(super) fn runtime_of(&self, policy: PolicyConfig) -> RuntimeConfig {
-        RuntimeConfig {
-            tail: self.tail,
-            estimator: self.estimator,
-            iterations: self.iterations,
-            ..policy.into()
-        }
+        RuntimeConfig { tail: self.tail, estimator: self.estimator, iterations: self.iterations, ..policy.into() }
     }
 
     /// That of a layer's call in a step, which stochastic rounding has its own bits for.
