@@ -11,6 +11,7 @@ import torch
 from .. import _native
 from .._arguments import counts
 from .._errors import ArgumentError, MismatchError, UnsupportedError
+from . import _norms
 
 GRAM, POWER, SUMMED = "gram", "power", "power-summed"
 NAMES = (GRAM, POWER, SUMMED)
@@ -175,7 +176,7 @@ class Estimates:
 
 def _residual(layer, vectors, n_q, n_kv, summed):
     """Of the vectors that the next iteration begins with: v of a head, u = M v / |M v|, and the length of M^T u - |M v| v."""
-    q, k = (_heads_of(layer, side, heads, summed) for side, heads in (("q", n_q), ("k", n_kv)))
+    q, k = (_heads_of(layer, which, summed) for which in (0, 1))
     k, y = k.repeat_interleave(n_q // n_kv, dim=0), vectors.float()
     y = y.repeat_interleave(n_q // n_kv, dim=0) if summed else y
     # Matrices of heads times vectors, either way; of the sum there is one vector for all heads.
@@ -190,17 +191,12 @@ def _residual(layer, vectors, n_q, n_kv, summed):
     return (residual * factor**2).expand(n_q)
 
 
-def _heads_of(layer, side, heads, raw):
-    """Rows of heads, raw or with what the norm does to them: ``(heads, d_head, d_model)``."""
-    rows = getattr(layer, side).detach().float()
-    if layer.heads is not None:
-        firsts = torch.tensor(layer.heads["qk".index(side)], device=rows.device)
-        rows = rows[(firsts[:, None] + torch.arange(layer.d_head, device=rows.device)).flatten()]
+def _heads_of(layer, which, raw):
+    """Rows of heads of q (0) or k (1), raw or with what the norm does to them: ``(heads, d_head, d_model)``."""
+    rows = _norms.by_head(layer, which).float()
     if not raw and layer.gain is not None:
         rows = rows * (layer.gain_offset + layer.gain.detach().float())
-    if not raw and layer.norm == "layer":
-        rows = rows - rows.mean(dim=1, keepdim=True)
-    return rows.unflatten(0, (heads, -1))
+    return rows - rows.mean(dim=2, keepdim=True) if not raw and layer.norm == "layer" else rows
 
 
 def checked(estimator):

@@ -63,7 +63,7 @@ def _alike(layers):
 def _grams(layers, which=0, effective=False):
     """W W^T of each head of q (0) or k (1) of layers of one form in f64, ``(heads of all layers, d_head, d_head)``;
     ``effective``: as the norm in front makes W."""
-    weights = [_by_head(layer, which) for layer in layers]
+    weights = [by_head(layer, which) for layer in layers]
     gains = None
     if effective and layers[0].gain is not None:
         rows = [(layer.gain.detach().double() + layer.gain_offset)[None, None] for layer in layers]
@@ -80,7 +80,7 @@ def _grams(layers, which=0, effective=False):
     return torch.cat(grams)
 
 
-def _by_head(layer, which):
+def by_head(layer, which):
     """The weight of q (0) or k (1), ``(heads, d_head, d_model)``."""
     weight, heads = ((layer.q, layer.n_q_heads), (layer.k, layer.n_kv_heads))[which]
     weight, d = weight.detach(), layer.d_head
