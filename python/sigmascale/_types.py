@@ -119,6 +119,7 @@ class Method(TypedDict):
 
     bound: Literal["worst-case", "rank-aware", "spectrum"] | None
     estimator: Literal["gram", "power", "power-summed"]
+    iterations: NotRequired[int]
     rotation: bool
     granularity: Granularity
     as_paper: bool

@@ -288,11 +288,6 @@ impl Checkpoint {
         &self.config.spec.prefix
     }
 
-    /// Names of all stored tensors, in no order.
-    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
-    }
-
     /// True if a tensor of this name is stored.
     pub fn has_tensor(&self, name: &str) -> bool {
         self.tensors.contains_key(name)

@@ -191,7 +191,7 @@ fn stored_gain(stored: f64, form: GainForm) -> f64 {
 }
 
 /// The projections' input, one token per column.
-pub(super) fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<DMatrix<f32>> {
+pub(crate) fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<DMatrix<f32>> {
     let d = spec.d_model;
     let mut input = DMatrix::from_column_slice(d, tokens.count(), &tokens.values);
     for (vector, name) in [(&weights.norm_gain, "gain"), (&weights.norm_shift, "shift")] {

@@ -39,6 +39,18 @@ pub struct Observed {
     pub layers: Vec<LayerMaxima>,
 }
 
+/// How many sequences of a text are run, and their length.
+pub(super) fn sequences_of(model: &StressModel, file: &TokenFile, seq_len: Option<usize>) -> Result<(usize, usize)> {
+    let body = model.body(0)?;
+    let available = file.count(model.spec(), &body)?;
+    let longest = body.longest.map_or(usize::MAX, |(longest, _)| longest);
+    let seq_len = seq_len.unwrap_or(StressOptions::default().seq_len.min(available).min(longest));
+    if seq_len == 0 {
+        return Err(Error::argument("seq_len must be at least 1"));
+    }
+    Ok(((available / seq_len).clamp(1, SEQUENCES), seq_len))
+}
+
 /// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer, and
 /// stops the work by an error.
 ///
@@ -51,14 +63,7 @@ pub fn observe(
     each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Observed> {
     let spec = model.spec();
-    let body = model.body(0)?;
-    let available = file.count(spec, &body)?;
-    let longest = body.longest.map_or(usize::MAX, |(longest, _)| longest);
-    let seq_len = seq_len.unwrap_or(StressOptions::default().seq_len.min(available).min(longest));
-    if seq_len == 0 {
-        return Err(Error::argument("seq_len must be at least 1"));
-    }
-    let sequences = (available / seq_len).clamp(1, SEQUENCES);
+    let (sequences, seq_len) = sequences_of(model, file, seq_len)?;
     let mut source = Source::text(model, file, sequences, seq_len, false)?;
     let mut layers = Vec::with_capacity(spec.layers.len());
     for (layer, own) in spec.layers.iter().enumerate() {
