@@ -424,6 +424,7 @@ def learning_rate(args, step):
 
 
 def train(args):
+    began = time.time()
     torch.manual_seed(args.seed)
     resume_at, with_state = args.resume or (None, False)
     size, (text, held_out) = dimensions(args), read(args.text)
@@ -447,6 +448,8 @@ def train(args):
     runtime = attach(model, args.policy, *how)
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
+    if args.seconds and (ranks.size > 1 or not args.save):
+        sys.exit("--seconds is for one process, with --save DIR for what it has by then")
     if args.probe and (ranks.size > 1 or args.rope_in_cast):
         sys.exit("--probe is for one process and rotated queries: leave --rope-in-cast out")
     probe = Probe(model) if args.probe else None
@@ -461,7 +464,7 @@ def train(args):
     watched = Watched(args, ranks)
     if runtime:
         watched.begin(runtime, optimizer, first)
-    out = open(args.log, "w", encoding="utf-8") if args.log and ranks.first else sys.stdout
+    out = open(args.log, "a" if first else "w", encoding="utf-8") if args.log and ranks.first else sys.stdout
     write = lambda row: print(json.dumps(row), file=out, flush=True) if ranks.first else None
     write(
         vars(args)
@@ -502,10 +505,15 @@ def train(args):
             runtime.refresh()
         if step % args.every == 0 or step + 1 == last or probed:
             write({"step": step, "loss": ranks.mean(loss).item(), "lr": rate} | (watch.take() if watch else {}) | probed)
+        if args.seconds and time.time() - began > args.seconds:
+            last = step + 1
+            break
     synchronize()
     watched.close()
     if args.save:
         ranks.save(args.save, last, model, optimizer, runtime)
+    if args.seconds and last < args.steps:
+        return ranks.end()
     tokens = args.batch * args.seq_len * (last - first - (WARM if last - first > WARM else 0))
     speed = {"tokens_per_second": round(tokens / (time.time() - warm))}
     if cuda:
@@ -607,6 +615,9 @@ def main():
     parser.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--load", metavar="DIR", help="go on from a checkpoint, of any number of ranks")
     parser.add_argument("--stop", type=positive, metavar="STEP", help="end here, with the schedule of --steps")
+    parser.add_argument(
+        "--seconds", type=positive, help="save and end in the first step after so long, without the held-out loss; go on with --load"
+    )
     parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--monitor", metavar="FILE", help="record the run for `sigmascale diagnose`: the first rank's layers and heads")
