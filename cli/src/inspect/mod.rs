@@ -110,5 +110,5 @@ fn table(inspection: &Inspection, most: usize, folder: &str) -> String {
     if let Some((tone, verdict)) = page::verdict(inspection) {
         out.push_str(&format!("\n{}", toned(tone, &wrapped(&verdict, ""))));
     }
-    out + &format!("Next: sigmascale stress checkpoint-load --model {} shows what a text reaches\n", quoted(folder))
+    out + &format!("Next: sigmascale stress checkpoint-load --model {} --tokens FILE\n", quoted(folder))
 }

@@ -117,7 +117,7 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
 fn next(args: &args::Args) -> String {
     match args.model.as_deref().filter(|model| local_path(model).is_dir()) {
         Some(model) => format!("sigmascale export {} --to NEW --for vllm", quoted(model)),
-        None => "sigmascale stress weight-spike --model FOLDER, with a checkpoint of your own".to_owned(),
+        None => "sigmascale stress weight-spike --model FOLDER".to_owned(),
     }
 }
 
