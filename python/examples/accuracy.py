@@ -114,7 +114,8 @@ def used(runtime, cast):
         largest = torch.maximum(*(torch.from_numpy(stats[name]).abs() for name in ("logit_max", "logit_min")))
         shares, over = largest / (448 * runtime.logit_descales.double().cpu()), stats["logit_overflow"]
     shares = shares.flatten()
-    return shares[shares > 0], int(over.sum())
+    # Under `current` the largest value is 448 descales by definition, and nothing is reported.
+    return (shares[shares > 0] if runtime.policy != "current" else torch.ones(1)), int(over.sum())
 
 
 def answers(model, batch):
@@ -164,15 +165,20 @@ def main():
     parse.add_argument("--seed", type=int, default=0)
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parse.add_argument("--backend", default="auto", help="of the attention calls; on a CPU 'emulated' is fastest")
-    parse.add_argument("--to", type=pathlib.Path, help="CSV file, to which rows are added")
+    parse.add_argument("--to", type=pathlib.Path, help="CSV file, to which rows are added that it has not")
     parse.add_argument("--only", default="", help="run only what has this in 'cast policy estimator stretch'")
     args = parse.parse_args()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval().to(args.device)
     items = items_of(tokenizer, WARM * BATCH + args.items, args.seed)
     name, truth, laws = pathlib.Path(args.model).name, None, None
+    done = set()
+    if args.to and args.to.exists():
+        with args.to.open(newline="") as file:
+            done = {tuple(row[:6]) for row in csv.reader(file)}
     for cast, policy, estimator, stretch in RUNS:
-        if cast and args.only not in f"{cast} {policy} {estimator} {stretch}":
+        held = (name, cast or "none", policy, estimator, str(stretch), str(args.items)) in done
+        if cast and (held or args.only not in f"{cast} {policy} {estimator} {stretch}"):
             continue
         start = time.perf_counter()
         right, found, shares, over = run(model, items, cast, policy, estimator, stretch, args.backend)
@@ -188,7 +194,7 @@ def main():
         row.append(time.perf_counter() - start)
         row = [f"{value:.5g}" if isinstance(value, float) else value for value in row]
         print(dict(zip(FIELDS, row)), flush=True)
-        if args.to:
+        if args.to and not held:
             fresh = not args.to.exists()
             with args.to.open("a", newline="") as file:
                 csv.writer(file).writerows([FIELDS, row] if fresh else [row])

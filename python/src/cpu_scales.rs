@@ -14,7 +14,9 @@ use sigmascale::model::{
 };
 use sigmascale::plan::{Granularity, OperandDescales, ScalePlan};
 use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, ScaledTensor, Slack};
-use sigmascale::spectral::{Estimator, GramEngine, SpectralEngine, from_estimates, iterate_heads, iterate_sum};
+use sigmascale::spectral::{
+    Estimator, GramEngine, SpectralEngine, attention_factor, from_estimates, iterate_heads, iterate_sum,
+};
 use sigmascale::stats::{StepStats, StepWords, stats_words};
 use sigmascale::tensor::{Dtype, MatrixView};
 use sigmascale::{Descale, Error, Result};
@@ -280,8 +282,10 @@ impl Stored {
         let spec = spec(std::slice::from_ref(layer));
         let geometry = LayerGeometry::new(&spec, self.weights(layer)?)?;
         let mut sigma = match (estimator, sum) {
-            (_, Some(sum)) => vec![sum; layer.n_q],
-            (Estimator::PowerSummed, _) => vec![iterate_sum(&geometry, vectors, count)?; layer.n_q],
+            (Estimator::PowerSummed, sum) => {
+                let sum = sum.map_or_else(|| iterate_sum(&geometry, vectors, count), Ok)?;
+                vec![sum * attention_factor(&geometry).powi(2); layer.n_q]
+            }
             _ => iterate_heads(&geometry, vectors, count)?,
         };
         if let Some(p) = cover.filter(|_| estimator == Estimator::Power && layer.rotary == 0) {

@@ -1,5 +1,6 @@
 """The paper's runtime on the CPU: norms from power iteration, and logits in E4M3."""
 
+import dataclasses
 import math
 
 import pytest
@@ -98,13 +99,18 @@ def test_a_poor_start_heals_where_the_weights_stay(estimator):
     own = torch.cat([k[head] @ poor for head in range(KV)]) if summed else (k[0] * gain) @ poor
     state["estimates"]["vectors"][: len(own)] = own.float()
     runtime.load_state_dict(state)
-    seen = [runtime.estimates()["sigma"][0, 0]]
+    first = runtime.estimates()
+    seen = [first["sigma"][0, 0]]
+    assert first["residual"][0, 0] > 1e-3 * seen[0]
+    # Near some singular value, though not near the largest.
+    assert float((values - seen[0]).abs().min()) <= 1.01 * first["residual"][0, 0]
     assert seen[0] < 0.9 * float(values[0])
     for _ in range(60):
         runtime.refresh()
         seen.append(runtime.estimates()["sigma"][0, 0])
     assert all(b >= a * (1 - 1e-5) for a, b in zip(seen, seen[1:]))
     assert seen[-1] == pytest.approx(float(values[0]), rel=5e-3)
+    assert runtime.estimates()["residual"][0, 0] < 0.1 * seen[-1]
 
 
 def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
@@ -121,6 +127,20 @@ def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
     # Nothing covers what rotates, or the sum.
     for other in (attach(Small(rotary=R), estimator="power"), attach(model, estimator="power-summed")):
         assert all(map(math.isnan, other.estimates()["upper"].flatten()))
+
+
+@pytest.mark.parametrize("estimator", ["gram", *POWER])
+def test_the_factor_on_rotated_channels_is_in_both_sides_of_a_logit(estimator):
+    model = Small(rotary=R)
+    plain, turned = (
+        fp8.attach(model, "geometry-c-star", "worst-case", layers=layers, estimator=estimator)
+        for layers in (model.layers(), [dataclasses.replace(layer, rope_factor=1.25) for layer in model.layers()])
+    )
+    assert torch.allclose(turned.logits, plain.logits * 1.25**2, rtol=1e-4)
+    assert torch.allclose(turned.logit_descales, plain.logit_descales * 1.25**2, rtol=1e-4)
+    rotated = turned.descales[:, :2] / plain.descales[:, :2]
+    assert torch.allclose(rotated, torch.full_like(rotated, 1.25), rtol=1e-4)
+    assert torch.equal(turned.descales[:, 2], plain.descales[:, 2])
 
 
 @pytest.mark.parametrize("estimator", POWER)

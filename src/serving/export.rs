@@ -63,7 +63,7 @@ pub fn export(
         ));
     }
     let description = options.engine.description();
-    options.serving.check(checkpoint.spec(), description.skips_layers)?;
+    options.serving.check(checkpoint.spec(), description.skips_layers, description.windows)?;
     let mut config = Settings::read(&from.join("config.json"))?;
     let aside = Settings::read_if_present(&from.join(HF_QUANT))?;
     let generation = Settings::read_if_present(&from.join("generation_config.json"))?;

@@ -43,7 +43,8 @@ pub fn verify(
     serving: &Serving,
     each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Vec<Audit>> {
-    serving.check(checkpoint.spec(), engines.first().is_none_or(|engine| engine.description().skips_layers))?;
+    let first = engines.first().unwrap_or(&Engine::Vllm).description();
+    serving.check(checkpoint.spec(), first.skips_layers, first.windows)?;
     let folder = folder_of(checkpoint.path())?;
     let found = Found::read(&folder, checkpoint)?;
     // Engines that compute alike share the bounds.

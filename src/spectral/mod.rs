@@ -20,7 +20,8 @@ pub use gram_engine::GramEngine;
 pub use head_grams::HeadGrams;
 pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaOperands, MlaSpectrum};
 pub use power::{
-    PowerEngine, PowerState, PowerVectors, certified_inflation, from_estimates, iterate_heads, iterate_sum,
+    PowerEngine, PowerState, PowerVectors, attention_factor, certified_inflation, from_estimates, iterate_heads,
+    iterate_sum, summed_norm,
 };
 pub use spectrum::{
     Constants, Estimator, ExactSpectrum, HeadSpectrum, Iterations, LayerSpectrum, PowerEstimate, SpectralEngine,

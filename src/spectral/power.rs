@@ -238,12 +238,14 @@ impl<'s> PowerEngine<'s> {
             self.state.layers[geometry.layer] = Some(LayerVectors { heads, ..old });
             estimates
         };
+        // Raw weights are without the factor on rotated channels, which is in both sides of a logit.
+        let turned = if estimator == Estimator::PowerSummed { attention_factor(geometry).powi(2) } else { 1.0 };
         let head = |(head, estimate): (usize, &PowerEstimate)| {
             let kv_head = geometry.kv_head(head);
             HeadSpectrum {
                 head,
                 kv_head,
-                sigma: estimate.sigma,
+                sigma: estimate.sigma * turned,
                 sigma_raw: estimate.sigma,
                 exact: None,
                 power: Some(*estimate),
@@ -391,6 +393,11 @@ pub fn iterate_heads(geometry: &LayerGeometry<'_>, vectors: &mut [f32], count: u
         sigma
     });
     Ok(heads.collect())
+}
+
+/// The factor on rotated channels (YaRN), or 1 if that is larger: what a norm of raw weights has to be multiplied by on either side.
+pub fn attention_factor(geometry: &LayerGeometry<'_>) -> f64 {
+    geometry.q.iter().flat_map(HeadOperator::channel_scales).fold(1.0, |most, &scale| most.max(scale))
 }
 
 /// The same of the sum over the heads, raw weights: `[KV head][d_head]`, one estimate.

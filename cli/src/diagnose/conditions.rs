@@ -23,9 +23,8 @@ fn table(found: &Conditions, most: usize) -> String {
         wrapped(&format!("{}: {} sequences of {} tokens", found.tokens.file, found.sequences, found.seq_len), "");
     out.push('\n');
     let mut heads: Vec<&HeadConditions> = found.heads.iter().collect();
-    heads.sort_by(|a, b| {
-        b.ones.total_cmp(&a.ones).then(b.similarity.partial_cmp(&a.similarity).unwrap_or(a.head.cmp(&b.head)))
-    });
+    let similarity = |head: &HeadConditions| head.similarity.unwrap_or(-1.0);
+    heads.sort_by(|a, b| b.ones.total_cmp(&a.ones).then(similarity(b).total_cmp(&similarity(a))));
     let mut table =
         Table::new(["layer", "head", "maximum repeats", "several P = 1", "error at P = 1", "error sign", "similarity"]);
     let share = |value: f64| format!("{:.1} %", 100.0 * value);

@@ -52,10 +52,10 @@ pub struct Args {
     )]
     model: Option<PathBuf>,
     /// The text, read by the tokenizer.json of the checkpoint; FILE.json is a JSON list of token ids
-    #[arg(long, value_name = "FILE", requires = "model")]
+    #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
     /// Tokens of a sequence, of which 16 are run at most [default: 256]
-    #[arg(long, value_name = "N", value_parser = count, requires = "model")]
+    #[arg(long, value_name = "N", value_parser = count)]
     seq_len: Option<usize>,
     /// Also write the result as an HTML page with the run's history to FILE
     #[arg(long, value_name = "FILE")]
@@ -69,6 +69,11 @@ pub fn run(args: Args, made: &Made) -> Result<bool> {
     args.output.check()?;
     if let (Some(model), Some(tokens)) = (&args.model, &args.tokens) {
         return conditions::run(model, tokens, args.seq_len, &args.output).map(|()| true);
+    }
+    if args.tokens.is_some() || args.seq_len.is_some() {
+        return Err(Error::argument(
+            "--tokens and --seq-len need --model FOLDER, the checkpoint that a text is run through",
+        ));
     }
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;

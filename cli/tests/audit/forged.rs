@@ -6,7 +6,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use sigmascale::model::Checkpoint;
-use sigmascale::serving::{Engine, Serving, verify};
+use sigmascale::serving::{Engine, ExportOptions, Serving, export, verify};
 use std::path::Path;
 
 /// Far below what any operand here needs.
@@ -324,18 +324,12 @@ fn the_older_name_of_the_quantization() {
         assert!(entry.scale == SMALL && entry.factor.unwrap() > 10.0, "{engine}: {entry:?}");
     }
     // An export keeps the name.
-    let out = folder.path().join("../exported-older-name");
+    let place = tempfile::tempdir().unwrap();
+    let out = place.path().join("out");
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let options = sigmascale::serving::ExportOptions {
-        engine: Engine::Vllm,
-        per_head: false,
-        copy: false,
-        serving: Serving::default(),
-    };
-    sigmascale::serving::export(&checkpoint, &out, &options, &mut || Ok(())).unwrap();
-    let safe = is_safe(&out, Engine::Vllm);
-    std::fs::remove_dir_all(&out).unwrap();
-    assert!(safe);
+    let options = ExportOptions { engine: Engine::Vllm, per_head: false, copy: true, serving: Serving::default() };
+    export(&checkpoint, &out, &options, &mut || Ok(())).unwrap();
+    assert!(is_safe(&out, Engine::Vllm));
 }
 
 /// Weights of attention that are not those which were bounded.

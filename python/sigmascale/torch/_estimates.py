@@ -11,6 +11,7 @@ import torch
 from .. import _native
 from .._arguments import counts
 from .._errors import ArgumentError, MismatchError, UnsupportedError
+from . import _norms
 
 GRAM, POWER, SUMMED = "gram", "power", "power-summed"
 NAMES = (GRAM, POWER, SUMMED)
@@ -125,17 +126,24 @@ class Estimates:
                 yield mine, slice(at, at + mine.stop - mine.start)
                 at, first = at + mine.stop - mine.start, position + 1
 
-    def report(self, logits):
-        """What ``Runtime.estimates`` returns, from the runtime's bounds of logits."""
+    def report(self, logits, resident):
+        """What ``Runtime.estimates`` returns, from the runtime's bounds of logits. ``resident``: layers by their numbers, whose
+        weights are here."""
         used = logits[..., 0].double().cpu().numpy()
-        sigma, upper = np.full(used.shape, np.nan), np.full(used.shape, np.nan)
+        sigma, upper, residual = (np.full(used.shape, np.nan) for _ in range(3))
+        for index, layer in resident:
+            if self._groups[index] is None:
+                n_q, n_kv = self._counts[index]
+                own = self.vectors[self._rows[index]].view(-1, self._ranks[index])
+                residual[index, :n_q] = _residual(layer, own, n_q, n_kv, self.estimator == SUMMED).cpu().numpy()
         for index, (n_q, _) in enumerate(self._counts):
             sigma[index, :n_q] = used[index, :n_q] / self._factors[index]
             cold = self.iterations[0]
             if self.estimator == POWER and self.steps[index] == cold and not self._rotates[index]:
                 inflation = _native.certified_inflation(cold, self._ranks[index], self._share)
                 upper[index, :n_q] = sigma[index, :n_q] * inflation
-        return {"sigma": sigma, "upper": upper, "steps": np.array(self.steps), "guarantee": "none"}
+        steps = np.array(self.steps)
+        return {"sigma": sigma, "upper": upper, "residual": residual, "steps": steps, "guarantee": "none"}
 
     def state(self, due):
         """What a resume needs: the vectors that each layer's plan came from, or will come from where it is ``due``."""
@@ -164,6 +172,31 @@ class Estimates:
         """Goes on from a state that fits; the plans have to be computed anew."""
         self.vectors.copy_(state["vectors"])
         self.steps = list(state["steps"])
+
+
+def _residual(layer, vectors, n_q, n_kv, summed):
+    """Of the vectors that the next iteration begins with: v of a head, u = M v / |M v|, and the length of M^T u - |M v| v."""
+    q, k = (_heads_of(layer, which, summed) for which in (0, 1))
+    k, y = k.repeat_interleave(n_q // n_kv, dim=0), vectors.float()
+    y = y.repeat_interleave(n_q // n_kv, dim=0) if summed else y
+    # Matrices of heads times vectors, either way; of the sum there is one vector for all heads.
+    up = lambda w, x: torch.einsum("hrd,hr->d" if summed else "hrd,hr->hd", w, x)
+    down = lambda w, x: torch.einsum("hrd,d->hr" if summed else "hrd,hd->hr", w, x)
+    unit = lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    v = unit(up(k, down(q, up(q, y))))
+    image = up(q, down(k, v))
+    length = image.norm(dim=-1, keepdim=True)
+    residual = (up(k, down(q, unit(image))) - length * v).norm(dim=-1)
+    factor = max(1.0, layer.rope_factor) if layer.rotary else 1.0
+    return (residual * factor**2).expand(n_q)
+
+
+def _heads_of(layer, which, raw):
+    """Rows of heads of q (0) or k (1), raw or with what the norm does to them: ``(heads, d_head, d_model)``."""
+    rows = _norms.by_head(layer, which).float()
+    if not raw and layer.gain is not None:
+        rows = rows * (layer.gain_offset + layer.gain.detach().float())
+    return rows - rows.mean(dim=2, keepdim=True) if not raw and layer.norm == "layer" else rows
 
 
 def checked(estimator):

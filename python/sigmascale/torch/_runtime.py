@@ -540,12 +540,15 @@ class Runtime:
         """Where norms are estimated, how far the power iteration has come, as NumPy arrays: ``sigma`` ``(layers, n_q)``, estimates
         from below (of the sum over the heads, for each, with ``power-summed``); ``upper``, what the norm does not exceed but
         with the probability ``tail.delta`` in all, known from a cold start to the next refresh where nothing rotates, else NaN;
+        ``residual`` ``(layers, n_q)``: some singular value lies within it of the length that the vectors for the next iteration are
+        mapped to, which is at least ``sigma`` as long as the weights stay; NaN for layers that FSDP shards, and of sums over ranks;
         ``steps`` ``(layers,)``, iterations since the vectors were drawn. ``guarantee`` is ``"none"``: logits can exceed bounds
         from estimates. Waits for the device. Raises :class:`UnsupportedError` with exact norms."""
         if self._estimates is None:
             raise UnsupportedError("norms are exact here: estimates are those of estimator='power' and 'power-summed'")
         logits = self.logits if self.logits is not None else self._policy.head_bounds(self)
-        return self._estimates.report(logits)
+        with torch.no_grad():
+            return self._estimates.report(logits, zip(self._resident, self._tensors or ()))
 
     def check(self) -> None:
         """Raises an exception if the scales are not to be relied on; waits for the device. :class:`NonFiniteError`: the last

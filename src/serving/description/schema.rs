@@ -22,6 +22,8 @@ pub(crate) struct Description {
     pub latent: &'static str,
     /// Whether layers can be left out of the FP8 cache when the server starts.
     pub skips_layers: bool,
+    /// Families whose class gives each layer the window that the config does; else a window counts where all layers have it.
+    pub windows: &'static [&'static str],
     /// Families with which it does not start where a stored scale has no parameter; `*` for all, but for latent attention.
     pub stops_for: &'static [&'static str],
     /// Parameters of latent attention that take a scale of its own, whether or not the cache is written with it.

@@ -143,6 +143,7 @@ pub(crate) static DESCRIPTION: Description = Description {
     ],
     latent: "SGLang writes the cache of latent attention (MLA) without a scale, so an export has none",
     skips_layers: false,
+    windows: &[],
     stops_for: &["cohere", "cohere2", "gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gptj", "stablelm"],
     latent_names: Some(Names { parameter: "{module}.attn_mqa", written: "{module}.attn_mqa", renames: LATENT }),
     otherwise: OTHERWISE,

@@ -35,6 +35,32 @@ const OTHERWISE: &[Otherwise] = &[
     otherwise("llama_4_scaling", None, "multiplies queries by a factor that grows with the position"),
 ];
 
+/// Classes that read `layer_types`, and those that run through transformers.
+const WINDOWS: &[&str] = &[
+    "afmoe",
+    "apertus",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "exaone4",
+    "exaone_moe",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "granite_swa",
+    "granitemoe_swa",
+    "laguna",
+    "llama",
+    "mellum",
+    "ministral3",
+    "mistral",
+    "olmo3",
+    "smollm3",
+    "step3p5",
+    "vaultgemma",
+];
+
 const NO_SCALES: &str = "vLLM has no attention scales for weights stored this way";
 const UNSCALED: &str = "vLLM builds the attention of this family without scales that a checkpoint could set";
 
@@ -156,6 +182,7 @@ pub(crate) static DESCRIPTION: Description = Description {
     latent: "vLLM's loader has no scales for latent attention (MLA): it casts the absorbed query and the cached row at 1.0 unless \
              Sigmascale's plugin sets them",
     skips_layers: true,
+    windows: WINDOWS,
     stops_for: &["*"],
     latent_names: None,
     otherwise: OTHERWISE,
