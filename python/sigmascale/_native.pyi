@@ -20,7 +20,13 @@ def export(
     model: str, to: str, name: str, per_head: bool, copy: bool, context: int | None, skip: list[str]
 ) -> str: ...
 def verify(
-    folder: str, name: str | None, context: int | None, skip: list[str], kv: str
+    folder: str,
+    name: str | None,
+    context: int | None,
+    skip: list[str],
+    kv: str,
+    tokens: str | None,
+    seq_len: int | None,
 ) -> list[tuple[str, str]]: ...
 def centers(model: str, keys: str, values: str, positions: int | None) -> str: ...
 def center_hash(centers: str) -> str: ...

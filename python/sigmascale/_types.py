@@ -451,6 +451,24 @@ class AuditEntry(TypedDict):
     why: str
 
 
+class LayerMaxima(TypedDict):
+    """The largest values of q, k and v that a text reached in one layer."""
+
+    layer: int
+    q: float
+    k: float
+    v: float
+
+
+class Observed(TypedDict):
+    """What a text reached in a model's own forward."""
+
+    tokens: Tokens
+    sequences: int
+    seq_len: int
+    layers: list[LayerMaxima]
+
+
 class LayerAudit(TypedDict):
     """One layer: an entry per scale of q, k and v."""
 

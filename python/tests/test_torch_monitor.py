@@ -14,10 +14,11 @@ pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import plain  # noqa: E402
 from recorded import batch, loss_of, model  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _calls, _norms, _samples, _sinks, _terms  # noqa: E402
+from sigmascale.torch import _calls, _norms, _residual, _samples, _sinks, _terms  # noqa: E402
 
 
 def lines(path, kind=None):
@@ -233,9 +234,10 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
         )
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
         # Several calls together are each by themselves, and an output is that with what its rounding took.
-        other = sampled(grad, eight, descales, 2 * out, terms, rows, turn)
+        other = sampled(grad, eight, descales, _residual.value(out, torch.tensor(100, dtype=torch.int8)), terms, rows, turn)
         places = _samples.places_of(length, rows, turn, q.device)
-        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in (None, out, None)]
+        rests = [torch.full(out.shape, code, dtype=torch.int8) for code in (0, 100, 0)]
+        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in rests]
         ((indices, together),) = _samples.measure(dict(zip((4, 0, 7), taken)))
         assert indices == [4, 0, 7] and torch.allclose(together, torch.stack([found, other, found]), rtol=1e-12, atol=0)
         if case in ("full", "groups"):
@@ -280,6 +282,43 @@ def test_values_on_a_device_wait_for_the_next_layer_lines(run):
     assert not read and len(lines(path)) == 1
     monitor.step(loss=3.0)
     assert [row["loss"] for row in lines(path, "step")] == [0.0, 1.0, 2.0, 3.0] and not read
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or func.name() == "aten::_unsafe_view" or "empty" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_are_measured_together(tmp_path, monkeypatch):
+    """Of small kernels the launches are what a recorded step costs."""
+    counts, taken, take = {}, [], _samples.take
+
+    def counted(*args):
+        with Launches() as launches:
+            kept = take(*args)
+        taken.append(launches.count)
+        return kept
+
+    monkeypatch.setattr(_samples, "take", counted)
+    for layers in (2, 5):
+        made = model(layers=layers)
+        monitor = fp8.Monitor(fp8.attach(made, bound="worst-case"), tmp_path / f"{layers}.jsonl", every=2)
+        loss_of(made, 0).backward()
+        with Launches() as recorded:
+            monitor.step()
+        with Launches() as between:
+            monitor.step()
+        counts[layers] = recorded.count, between.count
+    assert counts[2] == counts[5] and counts[2][0] <= 300 and counts[2][1] == 0, counts
+    # Rows of four tensors, k, v and descales.
+    assert taken == [7] * 7
 
 
 def test_a_closed_monitor_leaves_nothing_behind(run):

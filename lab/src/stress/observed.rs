@@ -51,7 +51,8 @@ pub(super) fn sequences_of(model: &StressModel, file: &TokenFile, seq_len: Optio
     Ok(((available / seq_len).clamp(1, SEQUENCES), seq_len))
 }
 
-/// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer.
+/// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer, and
+/// stops the work by an error.
 ///
 /// # Errors
 /// `is_unsupported` if the family has no forward here; as [`TokenFile::read`].
@@ -59,7 +60,7 @@ pub fn observe(
     model: &StressModel,
     file: &TokenFile,
     seq_len: Option<usize>,
-    each: &mut dyn FnMut(),
+    each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Observed> {
     let spec = model.spec();
     let (sequences, seq_len) = sequences_of(model, file, seq_len)?;
@@ -84,7 +85,7 @@ pub fn observe(
             }
         }
         layers.push(most);
-        each();
+        each()?;
     }
     let tokens = source.summary().ok_or_else(|| Error::argument("there is no text"))?;
     Ok(Observed { tokens, sequences, seq_len, layers })

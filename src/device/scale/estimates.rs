@@ -22,7 +22,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct EstimateEngine {
     scales: ScaleEngine,
     power: Power,
-    iterations: Iterations,
     /// Failure probability with which a cold start covers sigma; `None`: the estimate as it is.
     cover: Option<f64>,
     cold: AtomicBool,
@@ -57,7 +56,6 @@ impl EstimateEngine {
         Ok(Self {
             scales,
             power,
-            iterations: Iterations::default(),
             cover: None,
             cold: AtomicBool::new(true),
             writer: AddressWriter::new(device)?,
@@ -74,16 +72,6 @@ impl EstimateEngine {
         let mut engine = unsafe { Self::new(device, weights.layers(), estimator, seed)? };
         engine.scales = engine.scales.keeping(weights);
         Ok(engine)
-    }
-
-    /// With other numbers of iterations than the paper's.
-    ///
-    /// # Errors
-    /// `is_argument` if one is zero.
-    pub fn with_iterations(mut self, iterations: Iterations) -> Result<Self> {
-        iterations.check()?;
-        self.iterations = iterations;
-        Ok(self)
     }
 
     /// Where nothing rotates, bounds of a cold start cover sigma but with probability `p` a head: what policy `geometry` has.
@@ -109,7 +97,8 @@ impl EstimateEngine {
     /// If a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
         let cold = self.cold.swap(false, Ordering::Relaxed);
-        self.run(stream, if cold { self.iterations.cold } else { self.iterations.warm }, cold)
+        let Iterations { cold: first, warm } = Iterations::default();
+        self.run(stream, if cold { first } else { warm }, cold)
     }
 
     /// The same with `count` iterations, `cold` if the vectors are random ones. With none, bounds are those of the estimates that
