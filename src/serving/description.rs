@@ -59,13 +59,17 @@ impl Parameters {
 
 impl Description {
     /// What the attention of a model loads; none: no row tells. `types` are the config's own `model_type`s, which go before the
-    /// family.
-    pub fn loads(&self, spec: &AttentionSpec, types: &[&str]) -> Option<Loads> {
+    /// family; `asked` says whether `kv_cache_scheme` asks for an FP8 cache.
+    pub fn loads(&self, spec: &AttentionSpec, types: &[&str], asked: bool) -> Option<Loads> {
         if spec.has_mla() {
             return Some(Loads::Nothing(self.latent));
         }
         let row = |word: &str| self.families.iter().find(|(names, _)| names.contains(&word)).map(|(_, loads)| *loads);
-        types.iter().copied().chain([spec.family.as_str(), "*"]).find_map(row)
+        match types.iter().copied().chain([spec.family.as_str(), "*"]).find_map(row)? {
+            Loads::Asked(names, _) if asked => Some(Loads::Scales(names)),
+            Loads::Asked(_, why) => Some(Loads::Nothing(why)),
+            loads => Some(loads),
+        }
     }
 
     /// Whether the engine does not start with a model of this family where a stored scale has no parameter.
@@ -93,7 +97,7 @@ impl Description {
     /// The name under which an export stores a scale.
     pub fn written(&self, family: &str, module: &str, operand: Operand) -> String {
         let template = match self.families.iter().find(|(names, _)| names.contains(&family)) {
-            Some((_, Loads::Scales(names) | Loads::Partly(names, _))) => names.written,
+            Some((_, Loads::Scales(names) | Loads::Asked(names, _) | Loads::Partly(names, _))) => names.written,
             _ => "{module}",
         };
         parameter(template, module, operand)
@@ -117,7 +121,7 @@ mod tests {
         for engine in Engine::ALL {
             let description = engine.description();
             for (families, loads) in description.families {
-                let (Loads::Scales(names) | Loads::Partly(names, _)) = loads else { continue };
+                let (Loads::Scales(names) | Loads::Asked(names, _) | Loads::Partly(names, _)) = loads else { continue };
                 for family in *families {
                     let module = crate::model::attention_module(family, "model.", 3);
                     let module = module.unwrap_or_else(|| "model.layers.3.self_attn".to_owned());
@@ -147,7 +151,7 @@ mod tests {
                             .any(|known| known.support == Support::Family(family) || known.model_type == *family);
                     assert!(is_one && seen.insert(*family), "{engine} {family}");
                 }
-                if let Loads::Scales(names) | Loads::Partly(names, _) = loads {
+                if let Loads::Scales(names) | Loads::Asked(names, _) | Loads::Partly(names, _) = loads {
                     names.renames.iter().for_each(|rename| assert!(Regex::new(rename.from).is_ok(), "{}", rename.from));
                 }
             }

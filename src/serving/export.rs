@@ -165,13 +165,13 @@ fn reads(
         let rule = format_args!("{what} is not known of {engine} {}: there is no export for it", description.version);
         Err(Error::unsupported(rule))
     };
-    match description.loads(spec, &config.types()) {
+    match description.loads(spec, &config.types(), method.is_plain() || method.is_compressed_tensors()) {
         None => return unknown(format_args!("what the attention of family `{}` loads", spec.family)),
         Some(Loads::Nothing(why)) => return none(why),
         Some(Loads::Partly(_, why)) => {
             return Err(Error::unsupported(format_args!("{why}: there is no export for it")));
         }
-        Some(Loads::Scales(_)) => {}
+        Some(Loads::Scales(_) | Loads::Asked(..)) => {}
     }
     // Unquantized weights get a config that asks for the scales.
     if !method.is_plain() {

@@ -217,6 +217,12 @@ impl Settings {
         self.method(aside, true, false).is_plain()
     }
 
+    /// Whether `kv_cache_scheme` of compressed-tensors asks for an FP8 cache.
+    pub fn has_scheme(&self, method: &Method) -> bool {
+        let scheme = self.quantization().and_then(|map| map.get("kv_cache_scheme"));
+        method.is_compressed_tensors() && scheme.is_some_and(|scheme| !scheme.is_null())
+    }
+
     /// Whether ModelOpt's settings ask for an FP8 cache, by the keys that an engine with these rules looks at.
     pub fn asks(&self, aside: Option<&Settings>, both_keys: bool) -> bool {
         let Some(map) = self.quantization().or(aside.map(|aside| &aside.value)) else { return false };

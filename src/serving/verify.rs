@@ -201,7 +201,7 @@ impl Found {
     fn audit(&self, engine: Engine, spec: &AttentionSpec, needs: &[Need], serving: &Serving, folder: &Path) -> Audit {
         let description = engine.description();
         let method = self.method(engine);
-        let mut loads = description.loads(spec, &self.config.types());
+        let mut loads = description.loads(spec, &self.config.types(), self.config.has_scheme(&method));
         if let Some(names) = description.latent_names.filter(|_| spec.has_mla()) {
             let parameters = description.parameters(&names, &self.names.modules, &method);
             if self.listed.keys().any(|name| parameters.lands(name).is_some()) {

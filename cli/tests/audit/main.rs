@@ -407,6 +407,23 @@ fn weights_that_an_engine_requantizes_have_their_own_bounds() {
     }
 }
 
+/// vLLM builds Falcon's attention without the type of the cache, which the scheme of compressed-tensors alone sets.
+#[test]
+fn falcon_is_cast_where_its_scheme_asks() {
+    let scale = |quantization: Value| {
+        let mut model = Model::named("falcon", json!({"quantization_config": quantization}));
+        let module = |layer: usize| format!("{}h.{layer}.self_attention", model.case.prefix);
+        let names: Vec<String> = (0..4).map(|layer| format!("{}.k_scale", module(layer))).collect();
+        names.into_iter().for_each(|name| model.set(name, 9.0));
+        let audit = model.audit(Engine::Vllm);
+        (audit.layers[1].k[0].scale, audit.safe)
+    };
+    assert_eq!(scale(compressed()).0, 9.0);
+    let modelopt = json!({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["*"]});
+    let (used, safe) = scale(modelopt);
+    assert!(used == 1.0 && !safe, "{used}");
+}
+
 /// Layers that stay in the model's type need no scale.
 #[test]
 fn layers_can_be_kept_out_of_the_cache() {

@@ -44,5 +44,7 @@ def number(layer):
 
 
 def scales(layer):
-    """What kernels are given: lists of q, k and v."""
+    """What kernels are given: lists of q, k and v. Beside a cache in the model's type nothing is cast."""
+    if "fp8" not in layer.kv_cache_dtype:
+        return {operand: [1.0] for operand in "qkv"}
     return {operand: getattr(layer, f"_{operand}_scale").float().flatten().tolist() for operand in "qkv"}

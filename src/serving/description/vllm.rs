@@ -93,7 +93,16 @@ pub(crate) static DESCRIPTION: Description = Description {
     families: &[
         (&["gpt2", "gptj", "gpt_bigcode", "gpt_oss"], Loads::Scales(INNER)),
         (&["gemma3_text"], Loads::Scales(Names { renames: BY_NAME, ..PLAIN })),
-        (&["jamba", "lfm2"], Loads::Nothing(UNSCALED)),
+        (&["jamba", "lfm2_moe"], Loads::Nothing(UNSCALED)),
+        (&["lfm2"], Loads::Partly(PLAIN, "vLLM 0.32 builds the attention of LFM2 without scales, and 0.33 loads them")),
+        (
+            &["falcon"],
+            Loads::Asked(
+                PLAIN,
+                "vLLM builds Falcon's attention without the type of the cache: k and v stay in the model's type unless \
+                 `kv_cache_scheme` of compressed-tensors asks for FP8",
+            ),
+        ),
         (
             &["minimax_m3"],
             Loads::Partly(PLAIN, "vLLM's MiniMaxM3SparseAttention drops the scales of its layers and casts at 1.0"),
@@ -145,7 +154,6 @@ pub(crate) static DESCRIPTION: Description = Description {
                 "granitemoehybrid",
                 "glm4",
                 "glm4_moe",
-                "falcon",
                 "falcon_h1",
                 "gpt_neox",
                 "stablelm",
