@@ -62,6 +62,37 @@ def heads(row):
     return f"{q} query, {kv} KV, d = {d}"
 
 
+def scale_step():
+    rows, table = record("2026-11-28-scale-step-h200.csv"), []
+    name = lambda model: MODELS[model.split(",")[0]] + model[len(model.split(",")[0]) :]
+    for row in rows:
+        times = [row[key] or "-" for key in ("forward_ms", "with_scale_step_ms", "scale_step_ms")]
+        whole = find(rows, model=row["model"], estimator="power")["forward_ms"]
+        share = f"{100 * float(row['scale_step_ms']) / float(whole):.1f} %"
+        table.append([name(row["model"]), f"`{row['estimator']}`", *times, share])
+    return markdown(["model", "estimator", "forward", "with the scale step", "the step alone", "of the forward"], table)
+
+
+def accuracy():
+    table = []
+    names = {"smollm2": "SmolLM2-135M", "qwen2.5-coder": "Qwen2.5-Coder-0.5B"}
+    percent = lambda cell: f"{100 * float(cell):.1f} %"
+    for row in record("2026-11-28-accuracy-cpu.csv"):
+        policy = "BF16" if row["policy"] == "bf16" else f"`{row['policy']}`"
+        policy += f", `{row['estimator']}`" if row["estimator"].startswith("power") else ""
+        policy += f", scales times {row['stretch']}" if row["stretch"] != "1" else ""
+        used = float(row["utilization_p50"] or "nan")
+        change = f"{100 * float(row['change']):+.1f} ± {100 * float(row['change_error']):.1f}"
+        plain = row["cast"] == "none"
+        table.append([
+            names[row["model"]], "" if plain else row["cast"], policy, "" if plain else f"{100 * used:.2g} %",
+            f"{percent(row['accuracy'])} ± {percent(row['error'])}", "" if plain else change, "" if plain else f"{float(row['kl']):.4f}",
+            "" if plain else row["overflow"],
+        ])  # fmt: skip
+    header = ["model", "cast", "scales", "utilization, median", "accuracy", "minus BF16, points", "KL of the next token", "overflows"]
+    return markdown(header, table)
+
+
 def weight_spike():
     names = {
         "geometry": ("Sigmascale (`geometry`)", "the weights"),
@@ -868,6 +899,8 @@ TABLES = {
         moving_weights,
         alarms,
         weight_sync,
+        scale_step,
+        accuracy,
     )
 }
 
