@@ -80,26 +80,29 @@ def _follow(model, model_config):
     followed.follow_loading(model, lambda: False)
 
 
-def _fill(module, layer):
-    """Sets the scales of k and v of one attention module, and the floats next to them."""
+def _fill(layers):
+    """Sets the scales of k and v of attention modules, and the floats next to them."""
     import torch
 
-    for operand in "kv":
-        value = up_to_bf16(max(layer[operand]))
-        scale = getattr(module, f"{operand}_scale")
-        if isinstance(scale, torch.Tensor):
-            write(scale.data, value)
-        else:
-            # Written again after a reload, in whatever mode that is.
-            with torch.inference_mode(False):
-                setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
-        setattr(module, f"{operand}_scale_float", value)
-    if max(layer["q"]) > 1.0:
-        _LOG.warning(
-            "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
-            layer["layer"],
-            max(layer["q"]),
-        )
+    pairs = []
+    for module, layer in layers.items():
+        for operand in "kv":
+            value = up_to_bf16(max(layer[operand]))
+            scale = getattr(module, f"{operand}_scale")
+            if isinstance(scale, torch.Tensor):
+                pairs.append((scale.data, value))
+            else:
+                # Written again after a reload, in whatever mode that is.
+                with torch.inference_mode(False):
+                    setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
+            setattr(module, f"{operand}_scale_float", value)
+        if max(layer["q"]) > 1.0:
+            _LOG.warning(
+                "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
+                layer["layer"],
+                max(layer["q"]),
+            )
+    write(pairs)
 
 
 def _device(module):

@@ -93,7 +93,7 @@ def scales_in_vllm(monkeypatch):
     current = types.SimpleNamespace(is_fp8_fnuz=lambda: False)
     monkeypatch.setitem(sys.modules, "vllm.platforms", types.SimpleNamespace(current_platform=current))
     module = vllm_attention()
-    vllm._fill(module, LAYER)
+    vllm._fill({module: LAYER})
     for operand in "qkv":
         want = _loaded.up_to_bf16(max(LAYER[operand]))
         held = getattr(module, f"_{operand}_scale").item(), getattr(module, f"_{operand}_scale_float"), getattr(module, f"_{operand}_scale_cpu").item()
@@ -124,10 +124,11 @@ def only_once(self, touched=None, _refresh=_loaded.Followed.refresh):
         _refresh(self, touched)
 
 
-def tensors_only(module, layer, _fill=vllm._fill):
-    floats = {name: value for name, value in vars(module).items() if name.endswith("_scale_float")}
-    _fill(module, layer)
-    vars(module).update(floats)
+def tensors_only(layers, _fill=vllm._fill):
+    floats = {module: {name: value for name, value in vars(module).items() if name.endswith("_scale_float")} for module in layers}
+    _fill(layers)
+    for module, values in floats.items():
+        vars(module).update(values)
 
 
 FAULTS = {

@@ -655,7 +655,7 @@ def plant(job, kind):
         _stream.DeviceStream.__init__ = broken
     elif kind == "layer":
         own = sigmascale.vllm._fill
-        sigmascale.vllm._fill = lambda module, layer: None if ".3." in module.layer_name else own(module, layer)
+        sigmascale.vllm._fill = lambda layers: own({module: layer for module, layer in layers.items() if ".3." not in module.layer_name})
     engine = Engine(job, job.model)
     if kind == "reload":
         _loaded.Followed.refresh = lambda self, touched=None: None
