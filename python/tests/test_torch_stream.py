@@ -88,7 +88,8 @@ def test_a_device_has_the_scales_of_calibrate(family, tmp_path, on_device):
     list(on_host.through(weights))
     assert on_host._device is None
     for number, layer in on_host.layers.items():
-        assert {**stream.layers[number], "q": 0, "k": 0, "v": 0}.keys() == layer.keys()
+        # Centers are computed on the host alone.
+        assert stream.layers[number].keys() == layer.keys() - {"centered"}
         assert stream.layers[number]["names"] == layer["names"]
 
 
