@@ -47,6 +47,9 @@ pub struct Args {
     /// How norms are computed
     #[arg(long, value_parser = named::<Estimator>(), default_value = Estimator::Gram.name())]
     estimator: Estimator,
+    /// Iterations of power and power-summed
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = count)]
+    iterations: usize,
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
@@ -79,6 +82,7 @@ impl Args {
             bound: self.bound.unwrap_or_default(),
             granularity: self.granularity.unwrap_or_default(),
             estimator: self.estimator,
+            iterations: self.iterations,
             as_paper: self.as_paper,
             soft_cap: self.soft_cap,
             c: self.c,

@@ -28,7 +28,7 @@ mod numbers;
 mod output;
 pub mod pages;
 pub mod progress;
-mod report;
+pub mod report;
 mod shell;
 mod stress;
 mod svg;

@@ -138,7 +138,11 @@ fn observed(checkpoint: &Path, file: &Path, seq_len: Option<usize>) -> Result<Ob
     let tokens = TokenFile::read(file)?;
     let model = StressModel::open(checkpoint)?;
     let bar = progress::bar(model.spec().layers.len(), "{msg}: layer {pos}/{len}", "text");
-    let observed = observe(&model, &tokens, seq_len, &mut || bar.inc(1))?;
+    let mut each = || {
+        bar.inc(1);
+        Ok(())
+    };
+    let observed = observe(&model, &tokens, seq_len, &mut each)?;
     bar.finish_and_clear();
     Ok(observed)
 }

@@ -392,12 +392,19 @@ fn the_failure_probability_is_that_of_the_run() {
 /// Estimates rise from below to the norm while the weights stay, follow a spike in the same step, and say that they promise nothing.
 #[test]
 fn an_estimator_is_one_word() {
-    let run = |estimator| {
+    let run_with = |estimator, iterations| {
         let options = ["--layers", "2", "--seq-len", "32", "--steps", "12", "--mode", "logit", "--format", "json"];
-        let policies = ["--policies", "geometry-c-star,auto-c,delayed-paper", "--estimator", estimator];
+        let policies = [
+            "--policies",
+            "geometry-c-star,auto-c,delayed-paper",
+            "--estimator",
+            estimator,
+            "--iterations",
+            iterations,
+        ];
         json(&[&["stress", "weight-spike", "--model", TINY_LLAMA][..], &options, &policies].concat())
     };
-    let [gram, power, summed] = ["gram", "power", "power-summed"].map(run);
+    let [gram, power, summed] = ["gram", "power", "power-summed"].map(|estimator| run_with(estimator, "5,1"));
     let descale = |run: &Value, policy, step| row(run, policy, step, 1)["logit_descale"].as_f64().unwrap();
     for (name, estimated) in [("power", &power), ("power-summed", &summed)] {
         assert_eq!(estimated["estimator"], name);
@@ -411,6 +418,8 @@ fn an_estimator_is_one_word() {
         assert!(descale(estimated, "geometry-c-star", 9) > descale(estimated, "geometry-c-star", 0));
         let spike = descale(estimated, "geometry-c-star", 10) / descale(estimated, "geometry-c-star", 9);
         assert!((15.9..17.0).contains(&spike), "{spike}");
+        let longer = run_with(name, "30,2");
+        assert!(descale(&longer, "geometry-c-star", 0) > descale(estimated, "geometry-c-star", 0));
         // The baseline is the same whatever the estimator.
         assert!((0..12).all(|step| descale(estimated, "delayed-paper", step) == descale(&gram, "delayed-paper", step)));
     }

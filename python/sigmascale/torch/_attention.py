@@ -125,7 +125,7 @@ def attention(
 
     ``gradients``: how the backward computes dQ. By default its delta is that of the output before the rounding to
     bfloat16, so that a row that sees one key has a dQ of zero and repeated row maxima bias nothing; the forward keeps what
-    the rounding took, 2 bytes per element of the output, until the backward. ``"rounded-delta"`` takes the stored output and
+    the rounding took, a byte per element of the output, until the backward. ``"rounded-delta"`` takes the stored output and
     keeps nothing, as other libraries, ``ring_attention`` and other accumulators than ``"f16"`` do in any case. ``"fp8-dq"``
     takes it too, and computes dQ by a product in FP8, for heads of at most 128 on a GPU: a step is about 3 % faster with
     heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.
