@@ -111,6 +111,17 @@ def test_layers_in_order_share_one_copy_and_one_engine(tmp_path, on_device):
     assert most <= (64 + 32 + 32) * 64 * 2 + 64 * 4
 
 
+def test_a_later_pass_in_another_type_has_an_engine_of_its_own(tmp_path, on_device):
+    weights = sorted(written("llama", tmp_path))
+    stream = sigmascale.ScaleStream(tmp_path)
+    list(stream.through(weights))
+    (first,) = stream._device._engines.values()
+    list(stream.through((name, tensor.float()) for name, tensor in weights))
+    (second,) = stream._device._engines.values()
+    assert second is not first
+    check(stream, tmp_path)
+
+
 @pytest.fixture
 def waits(monkeypatch):
     """How often results were read from the device, each with the number of layers."""

@@ -153,8 +153,9 @@ class DeviceStream:
                 layer = _layers._layer(self._spec, self._names[index], index, "", slot.parameters(), {}, _As)
                 _layers.check([layer])
                 # Norms without gains have some that were made here.
-                slot.addressed, slot.entries, slot.norms = addresses, _layers.entries(layer), (layer.q_norm, layer.k_norm)
+                slot.entries, slot.norms = _layers.entries(layer), (layer.q_norm, layer.k_norm)
                 slot.engine = self._engine(index, layer, slot.entries)
+                slot.addressed = addresses
             # Layers of one kind differ in nothing else, so those that come later find it.
             slot.engine.launch(0 if self._last is None else self._last.cuda_stream, slot.entries, *self._targets[index])
             return slot.engine
@@ -163,13 +164,13 @@ class DeviceStream:
             self._release(index)
 
     def _engine(self, index, layer, entries):
-        """The engine of the layers of one kind."""
-        kind = self._kinds[index]
-        if kind not in self._engines:
+        """The engine of the layers of one kind, in the types that they have now."""
+        engine = self._engines.get(self._kinds[index])
+        if engine is None or not engine.fits(entries):
             on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
             with on_device, torch.inference_mode(False):
-                self._engines[kind] = _Engine(layer, entries, self.device)
-        return self._engines[kind]
+                engine = self._engines[self._kinds[index]] = _Engine(layer, entries, self.device)
+        return engine
 
 
 class _As:
@@ -229,7 +230,7 @@ class _Engine:
 
     def __init__(self, layer, entries, device):
         self._parts, self._n_kv_heads, self._has_v = len(entries), layer.n_kv_heads, layer.norm is not None
-        self._device = device
+        self._device, self._types = device, [entry["dtype"] for entry in entries]
         if device.type == "cpu":
             self._native = _host.ScaleEngine(entries, False, dataclasses.asdict(Tail()), layer.n_q_heads)
         else:
@@ -238,6 +239,10 @@ class _Engine:
         of = lambda name, dtype: _heads.memory(self._native, results[name], dtype, device)
         # Words in one type, so that copies keep their bits.
         self._heads, self._status = of("heads", torch.float32), of("status", torch.int32).view(torch.float32)
+
+    def fits(self, entries):
+        """Whether it computes layers of this shape and of these types."""
+        return self._types == [entry["dtype"] for entry in entries] and self._native.fits(entries)
 
     def launch(self, stream, entries, heads, status):
         """Puts a layer's scales on a stream, and copies of its results."""
