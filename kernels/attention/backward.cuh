@@ -99,7 +99,7 @@ struct Backward {
   const float* v_norm;           // [batch, heads_kv]: bound on |v|, or null: what the range of E4M3 says
   i64 v_norm_strides[2];
 #elif RESIDUAL
-  const u16* residual;           // BF16, as o: what the rounding of the output took
+  const u8* residual;            // as o: what the rounding of the output took (`residual_value`)
   i64 residual_strides[3];
 #endif
 };

@@ -21,15 +21,29 @@ constexpr float kLog2e = 1.4426950408889634f;
 }
 
 #if CENTER
-// The same of a row of O, and what its rounding took, without the center `m` of these dims.
-__device__ __forceinline__ float dot_without(const uint4& o, const uint4& residual, const float (&m)[8], const uint4& d_out) {
-  const u32 of_o[4] = {o.x, o.y, o.z, o.w}, of_r[4] = {residual.x, residual.y, residual.z, residual.w};
-  const u32 of_d[4] = {d_out.x, d_out.y, d_out.z, d_out.w};
+// The same of a row of O without the center `m` of these dims.
+__device__ __forceinline__ float dot_without(const uint4& o, const float (&m)[8], const uint4& d_out) {
+  const u32 of_o[4] = {o.x, o.y, o.z, o.w}, of_d[4] = {d_out.x, d_out.y, d_out.z, d_out.w};
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    sum = fmaf(ptx::bf16_low(of_o[i]) - m[2 * i] + ptx::bf16_low(of_r[i]), ptx::bf16_low(of_d[i]), sum);
-    sum = fmaf(ptx::bf16_high(of_o[i]) - m[2 * i + 1] + ptx::bf16_high(of_r[i]), ptx::bf16_high(of_d[i]), sum);
+    sum = fmaf(ptx::bf16_low(of_o[i]) - m[2 * i], ptx::bf16_low(of_d[i]), sum);
+    sum = fmaf(ptx::bf16_high(of_o[i]) - m[2 * i + 1], ptx::bf16_high(of_d[i]), sum);
+  }
+  return sum;
+}
+#endif
+
+#if RESIDUAL
+// The same of what the rounding of O took.
+__device__ __forceinline__ float dot_residual(const uint2& codes, const uint4& o, const uint4& d_out) {
+  const u32 of_c[2] = {codes.x, codes.y}, of_o[4] = {o.x, o.y, o.z, o.w}, of_d[4] = {d_out.x, d_out.y, d_out.z, d_out.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int low = (signed char)(of_c[i / 2] >> 16 * (i % 2)), high = (signed char)(of_c[i / 2] >> (16 * (i % 2) + 8));
+    sum = fmaf(ptx::residual_value(low, ptx::bf16_low(of_o[i])), ptx::bf16_low(of_d[i]), sum);
+    sum = fmaf(ptx::residual_value(high, ptx::bf16_high(of_o[i])), ptx::bf16_high(of_d[i]), sum);
   }
   return sum;
 }
@@ -71,7 +85,7 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   // Load every row's piece
   uint4 o[kRows / kPass] = {}, d_out[kRows / kPass] = {};
 #if RESIDUAL
-  uint4 residual[kRows / kPass] = {};
+  uint2 residual[kRows / kPass] = {};
 #endif
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
@@ -80,7 +94,7 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
     if (!DQ8 || p.delta == nullptr)
       o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
 #if RESIDUAL
-    residual[i] = *reinterpret_cast<const uint4*>(row_of(p.residual, p.residual_strides, batch, sequence.q_row + row, head) + 8 * piece);
+    residual[i] = *reinterpret_cast<const uint2*>(row_of(p.residual, p.residual_strides, batch, sequence.q_row + row, head) + 8 * piece);
 #endif
     d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, sequence.q_row + row, head) + 8 * piece);
   }
@@ -121,17 +135,12 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
     const float d_out_square = sum_of_row(squares(d_out[i]));
 #endif
     float delta = 0.0f;
+#if RESIDUAL
+    delta = dot_residual(residual[i], o[i], d_out[i]);
+#endif
 #if CENTER
-#if RESIDUAL
-    delta = dot_without(o[i], residual[i], m, d_out[i]);
+    delta += dot_without(o[i], m, d_out[i]);
 #else
-    delta = dot_without(o[i], make_uint4(0, 0, 0, 0), m, d_out[i]);
-#endif
-#else
-#if RESIDUAL
-    const uint4 r = residual[i];
-    delta = dot(r.x, d_out[i].x, dot(r.y, d_out[i].y, dot(r.z, d_out[i].z, dot(r.w, d_out[i].w, 0.0f))));
-#endif
     delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, delta))));
 #endif
 #pragma unroll

@@ -71,19 +71,22 @@ __device__ __forceinline__ void store_bulk(const Consumer& c, const WorkItem& it
 }
 
 #if RESIDUAL
-// What rounding to BF16 takes from O, of row `first_row` of the tile and the one eight below; O is lost.
-__device__ __forceinline__ void store_residual(const Params& p, const WorkItem& item, float (&o)[kValueDim / 2], int first_row, int quad) {
-#pragma unroll
-  for (int i = 0; i < kValueDim / 2; i += 2) {
-    const u32 rounded = ptx::bf16x2(o[i], o[i + 1]);
-    o[i] -= ptx::bf16_low(rounded), o[i + 1] -= ptx::bf16_high(rounded);
-  }
+// Stores what rounding to BF16 takes from O, of row `first_row` of the tile and the one eight below, as `store_row` stores O.
+__device__ __forceinline__ void store_residual(const Params& p, const WorkItem& item, const float (&o)[kValueDim / 2], int first_row, int quad) {
   const int columns = kPadded ? p.columns : kValueDim;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = item.tile.row + first_row + 8 * r;
-    const i64 at = (((i64)item.tile.batch * p.len_q + item.q_row + row) * p.heads_q + item.tile.head) * columns;
-    store_row<Format::Bf16>(p.residual + at, row < lengths(p, item).q, o, r, quad, 0.0f, p.columns);
+    u8* out = p.residual + (((i64)item.tile.batch * p.len_q + item.q_row + row) * p.heads_q + item.tile.head) * columns;
+#pragma unroll
+    for (int c = 0; c < kValueDim / 32; c++) {
+      u32 a[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[j] = ptx::residual_codes(o[16 * c + 4 * j + 2 * r], o[16 * c + 4 * j + 2 * r + 1]);
+      quad_transpose(a, quad);
+      if (row >= lengths(p, item).q || (kPadded && 32 * c + 8 * quad >= columns)) continue;
+      *reinterpret_cast<uint2*>(out + 32 * c + 8 * quad) = make_uint2(a[0] | a[1] << 16, a[2] | a[3] << 16);
+    }
   }
 }
 #endif

@@ -60,7 +60,7 @@ struct Params {
 #if ROW_MAX
   float* row_max;                // as lse: log2 of the row's largest P
 #elif RESIDUAL
-  u16* residual;                 // [batch, len_q, heads_q, columns]: O before its rounding to BF16 minus O, in BF16
+  u8* residual;                  // [batch, len_q, heads_q, columns]: O before its rounding to BF16 minus O, as `residual_codes`
 #endif
 };
 static_assert(!(ROW_MAX && RESIDUAL), "their addresses have one place");

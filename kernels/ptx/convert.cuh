@@ -69,5 +69,21 @@ __device__ __forceinline__ float f32_from_f16(u16 x) {
 __device__ __forceinline__ float f32_from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+// What the rounding to BF16 took from a value, as a signed byte: in steps of 2^-15 of the power of two below the rounded value
+// `x`, so that half a step of BF16 is 128 of them. Values below 2^-111 count as that.
+__device__ __forceinline__ u32 residual_exponent(float x) { return max(__float_as_uint(x) & 0x7f800000u, 16u << 23); }
+__device__ __forceinline__ float residual_value(int code, float x) {
+  return (float)code * __uint_as_float(residual_exponent(x) - (15u << 23));
+}
+// Codes of a pair, in the low bytes. NOTES: the magic number makes the adder round, and leaves the code in the low byte; 128
+// becomes 127.
+__device__ __forceinline__ u32 residual_codes(float low, float high) {
+  const u32 rounded = bf16x2(low, high);
+  auto code = [](float value, float x) {
+    const float inverse = __uint_as_float((269u << 23) - residual_exponent(x));
+    return __float_as_uint(fminf(fmaf(value - x, inverse, 12582912.0f), 12582912.0f + 127.0f));
+  };
+  return (code(low, bf16_low(rounded)) & 0xff) | (code(high, bf16_high(rounded)) & 0xff) << 8;
+}
 
 }  // namespace ptx

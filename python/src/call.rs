@@ -319,7 +319,9 @@ impl Call {
         let rows = match self.terms.keeps()? {
             Keeps::Nothing | Keeps::Operands => SavedRows::Nothing,
             Keeps::Fp8Dq => SavedRows::RowMax(Self::given("row_max", &self.row_max)?.view("row_max")?),
-            Keeps::UnroundedDelta => SavedRows::Residual(Self::given("residual", &self.residual)?.view("residual")?),
+            Keeps::UnroundedDelta => {
+                SavedRows::Residual(Self::given("residual", &self.residual)?.view_as("residual", Element::U8)?)
+            }
         };
         Ok(Some(SavedOperands { q: q.view("saved q")?, k: k.view("saved k")?, v: v.view("saved v")?, rows }))
     }
@@ -335,7 +337,7 @@ impl Call {
                 bounds = Some(RowBounds { row_max, value_norm: None });
             }
             Keeps::UnroundedDelta => {
-                let residual = Self::given("residual", &self.residual)?.view("residual")?;
+                let residual = Self::given("residual", &self.residual)?.view_as("residual", Element::U8)?;
                 delta = Delta::Unrounded { out, residual };
             }
         }

@@ -14,10 +14,11 @@ pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import plain  # noqa: E402
 from recorded import batch, loss_of, model  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _calls, _norms, _samples, _sinks, _terms  # noqa: E402
+from sigmascale.torch import _calls, _norms, _residual, _samples, _sinks, _terms  # noqa: E402
 
 
 def lines(path, kind=None):
@@ -58,7 +59,7 @@ def test_lines_are_those_of_the_format(run):
     assert [row["step"] for row in rest if row["kind"] == "step"] == [0, 1, 2, 3, 4]
     layers = [row for row in rest if row["kind"] == "layer"]
     assert [(row["step"], row["layer"]) for row in layers] == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    names = "sigma sigma_rope bound w_q repeated repeated_in_tile delta_bias entropy logit_max utilization saturated".split()
+    names = "sigma sigma_rope bound w_q repeated repeated_in_tile delta_bias error_sign entropy logit_max utilization saturated".split()
     for row in layers:
         assert set(row) == {"kind", "step", "layer", *names} and all(len(row[name]) == 4 for name in names)
         assert all(seen <= bound for seen, bound in zip(row["logit_max"], row["bound"]))
@@ -161,9 +162,9 @@ def test_what_happens_between_two_lines_is_in_the_later_one(run, refresh_first):
 def naive(q, k, v, grad, out, rows, scale, visible, cap, sinks):
     """Logits, weights and deltas of some rows one by one, in f64."""
     n_q, group = q.shape[1], q.shape[1] // k.shape[1]
-    table = np.zeros((5, n_q))
+    table = np.zeros((6, n_q))
     for head in range(n_q):
-        repeated, tiled, entropy, delta, reference, largest = [], [], [], [], [], []
+        repeated, tiled, entropy, delta, reference, largest, signs = [], [], [], [], [], [], []
         for row in rows:
             keys = [j for j in range(k.shape[0]) if visible(row, j)]
             if not keys:
@@ -179,9 +180,10 @@ def naive(q, k, v, grad, out, rows, scale, visible, cap, sinks):
             exact = sum(x * v[j, head // group].numpy() for x, j in zip(p, keys))
             delta.append(float(grad[row, head] @ out[row, head]))
             reference.append(float(grad[row, head].numpy() @ exact))
+            signs.append(np.mean(np.sign(grad[row, head].numpy()) * np.sign(out[row, head].numpy() - exact)))
             largest.append(np.abs(s).max())
         bias = sum(np.subtract(delta, reference)) / np.abs(reference).sum()
-        table[:, head] = np.mean(repeated), np.mean(tiled), bias, np.mean(entropy), max(largest)
+        table[:, head] = np.mean(repeated), np.mean(tiled), bias, np.mean(signs), np.mean(entropy), max(largest)
     return table
 
 
@@ -232,9 +234,10 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
         )
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
         # Several calls together are each by themselves, and an output is that with what its rounding took.
-        other = sampled(grad, eight, descales, 2 * out, terms, rows, turn)
+        other = sampled(grad, eight, descales, _residual.value(out, torch.tensor(100, dtype=torch.int8)), terms, rows, turn)
         places = _samples.places_of(length, rows, turn, q.device)
-        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in (None, out, None)]
+        rests = [torch.full(out.shape, code, dtype=torch.int8) for code in (0, 100, 0)]
+        taken = [_samples.take(grad, eight, descales, out, terms, places, turn, rest) for rest in rests]
         ((indices, together),) = _samples.measure(dict(zip((4, 0, 7), taken)))
         assert indices == [4, 0, 7] and torch.allclose(together, torch.stack([found, other, found]), rtol=1e-12, atol=0)
         if case in ("full", "groups"):
@@ -256,6 +259,8 @@ def test_delta_bias_is_the_share_by_which_outputs_are_off():
     # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
     found = sampled(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
     assert torch.allclose(found[2], torch.full((2,), -0.01, dtype=torch.float64), rtol=1e-3)
+    # Every error has the other sign than its gradient.
+    assert torch.allclose(found[3], torch.full((2,), -1.0, dtype=torch.float64))
 
 
 def test_values_on_a_device_wait_for_the_next_layer_lines(run):
@@ -277,6 +282,43 @@ def test_values_on_a_device_wait_for_the_next_layer_lines(run):
     assert not read and len(lines(path)) == 1
     monitor.step(loss=3.0)
     assert [row["loss"] for row in lines(path, "step")] == [0.0, 1.0, 2.0, 3.0] and not read
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or func.name() == "aten::_unsafe_view" or "empty" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_are_measured_together(tmp_path, monkeypatch):
+    """Of small kernels the launches are what a recorded step costs."""
+    counts, taken, take = {}, [], _samples.take
+
+    def counted(*args):
+        with Launches() as launches:
+            kept = take(*args)
+        taken.append(launches.count)
+        return kept
+
+    monkeypatch.setattr(_samples, "take", counted)
+    for layers in (2, 5):
+        made = model(layers=layers)
+        monitor = fp8.Monitor(fp8.attach(made, bound="worst-case"), tmp_path / f"{layers}.jsonl", every=2)
+        loss_of(made, 0).backward()
+        with Launches() as recorded:
+            monitor.step()
+        with Launches() as between:
+            monitor.step()
+        counts[layers] = recorded.count, between.count
+    assert counts[2] == counts[5] and counts[2][0] <= 300 and counts[2][1] == 0, counts
+    # Rows of four tensors, k, v and descales.
+    assert taken == [7] * 7
 
 
 def test_a_closed_monitor_leaves_nothing_behind(run):

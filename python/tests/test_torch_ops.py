@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
-from sigmascale.torch import _e4m3, _terms  # noqa: E402
+from sigmascale.torch import _e4m3, _residual, _terms  # noqa: E402
 
 OP, OP_BACKWARD = torch.ops.sigmascale.attention.default, torch.ops.sigmascale.attention_backward.default
 
@@ -75,7 +75,7 @@ def test_dq_by_a_product_in_fp8_is_off_by_its_rounding():
     q, k, v = operands(1, 200, (4, 2), 64)
     direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     run = lambda **how: torch.autograd.grad(fp8.attention(q, k, v, rows(), **how), (q, k, v), direction)
-    usual, ours = run(), run(gradients="fp8-dq")
+    usual, ours = run(gradients="rounded-delta"), run(gradients="fp8-dq")
     assert 1e-2 < error(ours[0], usual[0]) < 4e-2, error(ours[0], usual[0])
     assert torch.equal(ours[1], usual[1]) and torch.equal(ours[2], usual[2])
     assert torch.equal(fp8.attention(q, k, v, rows(), gradients="fp8-dq"), fp8.attention(q, k, v, rows()))
@@ -91,7 +91,7 @@ def test_bytes_and_two_outputs_are_all_that_is_saved():
         fp8.attention(q, k, v, rows())
     shapes = [tuple(x.shape) for x in (q, k, v)]
     descales = [(torch.float32, (2, 2))] * 3
-    rest = [(torch.bfloat16, shapes[0]), (torch.float32, (2, 4, 33))]
+    rest = [(torch.bfloat16, shapes[0]), (torch.int8, shapes[0]), (torch.float32, (2, 4, 33))]
     assert sorted(map(str, kept)) == sorted(map(str, [(torch.uint8, x) for x in shapes] + descales + rest))
     with torch.no_grad():
         _, _, *kept = called(q, k, v, _terms.Terms(True, 0.2))
@@ -223,6 +223,20 @@ def test_delta_is_that_of_the_output_before_its_rounding(sinks):
     assert off(ours["emulated"]) < 0.3 * off(ours["rounded"]), "its delta is that of P and dP"
     if sinks is not None:
         assert error(ours["unrounded"][3], theirs[3]) <= error(ours["rounded"][3], theirs[3])
+
+
+def test_a_code_is_what_the_rounding_took():
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(200_000, generator=generator) * torch.exp2(torch.randint(-140, 120, (200_000,), generator=generator).float())
+    out = wide.bfloat16()
+    codes = _residual.code(wide, out)
+    again, least = _residual.value(out, codes), 2.0**-111
+    # A step is 2^-15 of a power of two, and the largest code is one short of half a step of bfloat16.
+    assert ((again - wide).abs() <= 2.0**-15 * wide.abs().clamp_min(least)).all()
+    assert ((again - wide).abs() <= 2.0**-16 * (1 + 2**-7) * wide.abs().clamp_min(least))[codes.abs() < 127].all()
+    assert codes.min() <= -127 and codes.max() == 127
+    plain = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
+    assert (_residual.code(plain, plain.bfloat16()) == 0).all()
 
 
 @pytest.mark.parametrize("how", ["causal", "window", "one key"])

@@ -23,7 +23,9 @@ from ._plan import LayerPlan
 from ._terms import FP8_DQ, NOTHING, OPERANDS, ROUNDED_DELTA, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
-    from ._typing import Backend, Centers, Fallback, Gradients, Plan, Rotation
+    from typing_extensions import Unpack
+
+    from ._typing import Backend, Centers, Fallback, Gradients, Options, Plan, Rotation
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -37,19 +39,8 @@ def attention(
     v: torch.Tensor,
     plan: Plan,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    backend: Backend | None = None,
     return_lse: Literal[False] = False,
-    accumulator: str | None = None,
-    fallback: Fallback = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    gradients: Gradients = None,
-    rope: Rotation | None = None,
-    centers: Centers | None = None,
-    logits: Literal["e4m3"] | None = None,
+    **options: Unpack[Options],
 ) -> torch.Tensor: ...
 
 
@@ -60,19 +51,8 @@ def attention(
     v: torch.Tensor,
     plan: Plan,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    backend: Backend | None = None,
     return_lse: Literal[True],
-    accumulator: str | None = None,
-    fallback: Fallback = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    gradients: Gradients = None,
-    rope: Rotation | None = None,
-    centers: Centers | None = None,
-    logits: Literal["e4m3"] | None = None,
+    **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -125,7 +105,7 @@ def attention(
 
     ``gradients``: how the backward computes dQ. By default its delta is that of the output before the rounding to
     bfloat16, so that a row that sees one key has a dQ of zero and repeated row maxima bias nothing; the forward keeps what
-    the rounding took, 2 bytes per element of the output, until the backward. ``"rounded-delta"`` takes the stored output and
+    the rounding took, a byte per element of the output, until the backward. ``"rounded-delta"`` takes the stored output and
     keeps nothing, as other libraries, ``ring_attention`` and other accumulators than ``"f16"`` do in any case. ``"fp8-dq"``
     takes it too, and computes dQ by a product in FP8, for heads of at most 128 on a GPU: a step is about 3 % faster with
     heads of 128, and dQ has an error of 2 to 3 %, more where V's descale is far above what V needs.

@@ -3,6 +3,7 @@
 import torch
 
 from .. import _native
+from . import _residual
 from ._centers import centered, joined
 from ._e4m3 import E4M3, cast_all, spread
 from ._telemetry import add
@@ -21,7 +22,7 @@ def forward(q, k, v, descales, terms, words, residual=None):
     out = joined(out, lse, terms)
     rounded = out.to(torch.bfloat16)
     if residual is not None:
-        residual.copy_(out - rounded.float())
+        residual.copy_(_residual.code(out, rounded))
     return rounded, lse, operands
 
 
@@ -29,7 +30,7 @@ def backward(grad, operands, descales, out, lse, terms, residual=None):
     """Gradients of q, k and v before their casts, and of the sinks; f32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in operands)
     d_sinks = None if terms.sinks is None else torch.empty_like(terms.sinks)
-    wide = out.float() if residual is None else out.float() + residual.float()
+    wide = out.float() if residual is None else _residual.value(out, residual)
     saved = {"out": joined(wide, lse, terms, -1).contiguous(), "lse": lse.contiguous(), "d_out": grad.float().contiguous()}
     _native.host_backward(_call(operands, descales, terms, **saved, dq=dq, dk=dk, dv=dv, d_sinks=d_sinks))
     return dq, dk, dv, d_sinks

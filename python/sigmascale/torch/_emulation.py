@@ -2,6 +2,7 @@
 
 import torch
 
+from . import _residual
 from ._centers import centered, joined
 from ._e4m3 import E4M3, MAX, P_SCALE, cast_all
 from ._telemetry import add_logits
@@ -33,7 +34,7 @@ class Emulated:
         wide = joined(torch.where(total > 0, out, 0.0).transpose(1, 2), lse.squeeze(3), terms)
         out = wide.to(torch.bfloat16)
         if residual is not None:
-            residual.copy_(wide - out.float())
+            residual.copy_(_residual.code(wide, out))
         return out, lse.squeeze(3), operands
 
     def backward(self, grad, operands, descales, out, lse, terms):

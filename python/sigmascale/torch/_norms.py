@@ -18,13 +18,13 @@ def query_norms(layers):
     0.1 % more. Rounding: the product of d columns errs by at most d u |W|_F^2 <= d r u lambda, a squaring by 2 r^2 u,
     and the 2^-i-th root shrinks that of G_i. All of it is added.
     """
-    found = [None] * len(layers)
-    for (d, columns, *_), places in _alike(layers).items():
+    found = {}
+    for places in _alike(layers):
         alike = [layers[place] for place in places]
+        d, columns = alike[0].d_head, alike[0].q.shape[1]
         roots = _largest(_grams(alike)).sqrt() * (1 + (d * columns + 4 * d * d + 64) * 2.0**-52)
-        for place, root in zip(places, roots.split([layer.n_q_heads for layer in alike])):
-            found[place] = root
-    return found
+        found |= dict(zip(places, roots.unflatten(0, (len(alike), -1)).unbind()))
+    return [found[place] for place in range(len(layers))]
 
 
 @torch.no_grad()
@@ -37,16 +37,14 @@ def interaction_norms(layers):
     largest eigenvalue's, times at most the root of the condition number of G_K, which 14 squarings make negligible.
     """
     found = {}
-    for places in _alike(layers).values():
-        places = [place for place in places if layers[place].q_norm is None and layers[place].latent is None]
-        if not places:
-            continue
+    for places in _alike(layers):
         alike = [layers[place] for place in places]
-        counts = [layer.n_q_heads for layer in alike]
-        keys = _grams(alike, 1, True).split([layer.n_kv_heads for layer in alike])
-        keys = torch.cat([x.repeat_interleave(n // x.shape[0], dim=0) for x, n in zip(keys, counts)])
-        roots = _largest(_grams(alike, 0, True) @ keys, 14).sqrt()
-        found |= dict(zip(places, roots.split(counts)))
+        if alike[0].q_norm is not None or alike[0].latent is not None:
+            continue
+        queries, keys = _grams(alike, 0, True), _grams(alike, 1, True)
+        products = queries.unflatten(0, (keys.shape[0], -1)) @ keys[:, None]
+        roots = _largest(products.flatten(0, 1), 14).sqrt()
+        found |= dict(zip(places, roots.unflatten(0, (len(alike), -1)).unbind()))
     return found
 
 
@@ -54,21 +52,21 @@ def _alike(layers):
     """Places of layers by their form: those of one form are computed together, since squarings are many small kernels."""
     alike = {}
     for place, layer in enumerate(layers):
-        types = layer.q.dtype, layer.k.dtype, layer.q.device
-        form = layer.d_head, layer.q.shape[1], *types, layer.norm, layer.gain is None, layer.q_norm is None
+        heads = layer.d_head, layer.n_q_heads, layer.n_kv_heads, layer.q.shape[1]
+        types = layer.q.dtype, layer.k.dtype, None if layer.gain is None else layer.gain.dtype, layer.q.device
+        form = heads, types, layer.norm, layer.gain_offset, layer.q_norm is None, layer.latent is None
         alike.setdefault(form, []).append(place)
-    return alike
+    return alike.values()
 
 
 def _grams(layers, which=0, effective=False):
     """W W^T of each head of q (0) or k (1) of layers of one form in f64, ``(heads of all layers, d_head, d_head)``;
     ``effective``: as the norm in front makes W."""
-    weights = [_by_head(layer, which) for layer in layers]
+    weights = torch.cat([by_head(layer, which) for layer in layers])
     gains = None
     if effective and layers[0].gain is not None:
-        rows = [(layer.gain.detach().double() + layer.gain_offset)[None, None] for layer in layers]
-        gains = torch.cat([row.expand(x.shape[0], -1, -1) for row, x in zip(rows, weights)])
-    weights = torch.cat(weights)
+        gains = torch.stack([layer.gain.detach() for layer in layers]).double() + layers[0].gain_offset
+        gains = gains.repeat_interleave(weights.shape[0] // len(layers), dim=0)[:, None]
     step, grams = max(1, _BYTES // (8 * weights.shape[1] * weights.shape[2])), []
     for first in range(0, weights.shape[0], step):
         rows = weights[first : first + step].double()
@@ -80,7 +78,7 @@ def _grams(layers, which=0, effective=False):
     return torch.cat(grams)
 
 
-def _by_head(layer, which):
+def by_head(layer, which):
     """The weight of q (0) or k (1), ``(heads, d_head, d_model)``."""
     weight, heads = ((layer.q, layer.n_q_heads), (layer.k, layer.n_kv_heads))[which]
     weight, d = weight.detach(), layer.d_head
@@ -91,13 +89,12 @@ def _by_head(layer, which):
 
 def _largest(gram, squarings=None):
     """At least the largest eigenvalue of each positive semidefinite matrix, or product of two, up to rounding."""
-    logarithm, share = torch.zeros(gram.shape[0], dtype=gram.dtype, device=gram.device), 1.0
     squarings = squarings or max(1, math.ceil(math.log2(math.log(gram.shape[1]) / 4e-3)))
-    for turn in range(squarings + 1):
-        norm = torch.linalg.matrix_norm(gram)
-        logarithm = logarithm + share * norm.log()
-        if turn < squarings:
-            # A head of zeros stays one.
-            gram = gram / torch.where(norm > 0, norm, 1.0)[:, None, None]
-            gram, share = gram @ gram, share / 2
-    return logarithm.exp()
+    norms = [torch.linalg.matrix_norm(gram)]
+    for _ in range(squarings):
+        # A head of zeros stays one.
+        gram = gram / norms[-1].clamp_min(torch.finfo(gram.dtype).tiny)[:, None, None]
+        gram = gram @ gram
+        norms.append(torch.linalg.matrix_norm(gram))
+    shares = torch.logspace(0, -squarings, squarings + 1, base=2, dtype=gram.dtype, device=gram.device)
+    return (torch.stack(norms).log() * shares[:, None]).sum(dim=0).exp()

@@ -127,7 +127,7 @@ def _row_max(q, terms):
 def _residual(q, v, terms):
     """Room for what the rounding of the output takes. q in E4M3 gets no gradient."""
     kept = terms.keeps == _terms.UNROUNDED_DELTA and q.dtype != E4M3
-    return q.new_empty((*q.shape[:3], v.shape[3]) if kept else (0,), dtype=torch.bfloat16)
+    return q.new_empty((*q.shape[:3], v.shape[3]) if kept else (0,), dtype=torch.int8)
 
 
 def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, *rest):

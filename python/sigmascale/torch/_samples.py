@@ -5,6 +5,8 @@ their products do. The exact output is the softmax of these logits times the E4M
 
     delta_bias = sum_rows (rowsum(dO * O) - rowsum(dO * O_exact)) / sum_rows |rowsum(dO * O_exact)|
 
+    error_sign = mean over values of sign(dO) sign(O - O_exact)
+
 O is the output that the call returned, from which FlashAttention's backward computes delta. Source: "Why Low-Precision
 Transformer Training Fails", sections 3.2 and 3.3 (delta, its bias) and appendix E.1 (repeated maxima).
 """
@@ -13,6 +15,7 @@ import dataclasses
 
 import torch
 
+from . import _residual
 from ._e4m3 import E4M3
 from ._terms import Terms
 
@@ -23,19 +26,22 @@ _BYTES, KEPT_BYTES = 256 << 20, 256 << 20
 # Fraction by which the rows of consecutive samples are apart: any number of them spreads evenly.
 _GOLDEN = 0.6180339887498949
 
-NAMES = ("repeated", "repeated_in_tile", "delta_bias", "entropy", "logit_max")
+NAMES = ("repeated", "repeated_in_tile", "delta_bias", "error_sign", "entropy", "logit_max")
 
 
 @dataclasses.dataclass
 class Taken:
-    """What of a call is kept to be measured: a few rows of q, of the output and of its gradient, ``(rows, heads, d)``, and k and
-    v of one entry of the batch, ``(keys, kv heads, d)``."""
+    """What of a call is kept to be measured: a few rows of q, of the output, of what its rounding took (or None) and of its
+    gradient, ``(rows, heads, d)``, and k and v of one entry of the batch, ``(keys, kv heads, d)``, with the center of v,
+    ``(kv heads, d)`` or None."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     grad: torch.Tensor
     out: torch.Tensor
+    residual: torch.Tensor | None
+    v_center: torch.Tensor | None
     # (3, kv heads)
     descales: torch.Tensor
     terms: Terms
@@ -52,7 +58,8 @@ class Taken:
         terms, sequences = self.terms, self.terms.sequences
         shapes = tuple(x.shape for x in (self.q, self.k, self.v))
         mask = terms.causal, terms.window, None if sequences is None else tuple(map(id, sequences.places))
-        return *shapes, mask, terms.scale, terms.soft_cap, terms.sinks is None, self.places[1:]
+        given = terms.sinks is None, self.residual is None, self.v_center is None
+        return *shapes, mask, terms.scale, terms.soft_cap, *given, self.places[1:]
 
 
 def places_of(len_q, rows, turn, device):
@@ -69,13 +76,12 @@ def take(grad, operands, descales, out, terms, places, turn, residual=None):
     q, k, v = operands
     entry = turn % q.shape[0]
     rows = lambda x: _bytes(x)[entry].index_select(0, places)
-    whole = rows(out) if residual is None else rows(out).float() + rows(residual).float()
-    if terms.v_center is not None:
-        # Of one kind with the operands; rows without keys are not measured.
-        whole = whole - terms.v_center.repeat_interleave(q.shape[2] // terms.v_center.shape[0], dim=0)
     kept = [_bytes(x)[entry].clone(memory_format=torch.contiguous_format) for x in (k, v)]
+    # A refresh writes descales and centers.
     own = torch.stack([d[entry] for d in descales[:3]])
-    return Taken(rows(q), *kept, rows(grad), whole, own, terms, (places, entry, q.shape[1]))
+    center = None if terms.v_center is None else terms.v_center.clone()
+    took = None if residual is None else rows(residual).view(torch.int8)
+    return Taken(rows(q), *kept, rows(grad), rows(out), took, center, own, terms, (places, entry, q.shape[1]))
 
 
 @torch.no_grad()
@@ -101,6 +107,11 @@ def _together(taken):
     of_queries = lambda name: _stacked(taken, name).unflatten(2, (n_kv, group)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     of_keys = lambda name: _stacked(taken, name).transpose(1, 2).flatten(0, 1)
     q, grad, out, k, v = of_queries("q"), of_queries("grad"), of_queries("out"), of_keys("k"), of_keys("v")
+    if first.residual is not None:
+        out = _residual.value(out, of_queries("residual"))
+    if first.v_center is not None:
+        # Of one kind with the operands; rows without keys are not measured.
+        out = out - _stacked(taken, "v_center").flatten(0, 1)[:, None, None]
     descales = _stacked(taken, "descales").transpose(1, 2).flatten(0, 1).double()
     sinks = None if terms.sinks is None else torch.stack([each.terms.sinks for each in taken]).view(-1, group).double()
     size = 8 * len_k * (d_k + v.shape[2] + 4 * group * rows)
@@ -160,6 +171,7 @@ def _heads(q, k, v, grad, out, descales, terms, visible, sinks):
         mean(ties.sum(dim=3) > 1),
         mean(in_tile > 1),
         kept(delta - reference) / kept(reference.abs()),
+        mean((grad.sign() * (out - exact).sign()).mean(dim=3)),
         mean(-torch.xlogy(weights, weights).sum(dim=3)),
         torch.where(logits.isfinite(), logits.abs(), 0.0).amax(dim=(2, 3)).double(),
     )

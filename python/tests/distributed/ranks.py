@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -44,19 +45,22 @@ def _run(ranks, module, name, arguments):
         workers = _running[:ranks]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((module, name, arguments, store, rank, ranks))
-        failed = []
-        for rank, (process, pipe) in enumerate(workers):
-            if not pipe.poll(5 if failed else LIMIT):
-                failed.append(f"rank {rank} does not answer")
-                continue
-            try:
-                error = pipe.recv()
-            except EOFError:
-                error = f"the process ended with {process.exitcode}"
-            if error:
-                failed.append(f"rank {rank}: {error}")
+        failed, awaited = [], {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        while awaited:
+            # Whichever comes first: the others may wait for one that has failed.
+            ready = wait(awaited, 5 if failed else LIMIT)
+            if not ready:
+                failed += [f"rank {rank} does not answer" for rank in awaited.values()]
+                break
+            for pipe in ready:
+                rank = awaited.pop(pipe)
+                try:
+                    error = pipe.recv()
+                except EOFError:
+                    error = f"the process ended with {workers[rank][0].exitcode}"
+                if error:
+                    failed.append(f"rank {rank}: {error}")
     if failed:
-        # The others may wait for one that has failed.
         stop()
         pytest.fail("\n".join(failed), pytrace=False)
 

@@ -18,8 +18,8 @@ pub enum Delta {
     Unrounded {
         /// The output.
         out: View<4>,
-        /// What its rounding took, as [`SavedRows::Residual`](super::SavedRows::Residual) has it: BF16, shaped as q,
-        /// 16-byte aligned, strides multiples of 8 elements.
+        /// What its rounding took, as [`SavedRows::Residual`](super::SavedRows::Residual) has it: bytes, shaped as q,
+        /// 8-byte aligned, strides multiples of 8 elements.
         residual: View<4>,
     },
     /// Given, f32, `(batch, heads_q, len_q)` without gaps.
@@ -132,7 +132,8 @@ impl BackwardTensors {
             Delta::Output(out) => check_wide("out", out, of_out)?,
             Delta::Unrounded { out, residual } => {
                 check_wide("out", out, of_out)?;
-                check_wide("residual", residual, of_out)?;
+                residual.expect("residual", &[Element::U8], of_out)?;
+                residual.expect_aligned("residual", 8, 8)?;
             }
             Delta::Given(delta) => delta.expect_dense("delta", Element::F32, sizes.lse_shape())?,
         }
@@ -253,13 +254,13 @@ pub(super) mod tests {
             ("lse has shape", |t| t.lse = dense(Element::F32, [2, 40, 4])),
             ("out is E4m3", |t| t.delta = Delta::Output(dense(Element::E4m3, [2, 40, 4, 128]))),
             ("residual has shape", |t| {
-                let [out, residual] = [[2, 40, 4, 128], [2, 40, 2, 128]].map(|shape| dense(Element::Bf16, shape));
+                let (out, residual) = (dense(Element::Bf16, [2, 40, 4, 128]), dense(Element::U8, [2, 40, 2, 128]));
                 t.delta = Delta::Unrounded { out, residual };
             }),
             ("delta has shape", |t| t.delta = Delta::Given(dense(Element::F32, [2, 4, 41]))),
             ("leave out the bounds or the residual", |t| {
                 let out = dense(Element::Bf16, [2, 40, 4, 128]);
-                t.delta = Delta::Unrounded { out, residual: out };
+                t.delta = Delta::Unrounded { out, residual: dense(Element::U8, [2, 40, 4, 128]) };
                 t.bounds = Some(RowBounds { row_max: dense(Element::F32, [2, 4, 40]), value_norm: None });
             }),
             ("d_sinks is for calls with sinks", |t| t.d_sinks = Some(dense(Element::F32, [4]))),

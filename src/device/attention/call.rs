@@ -10,6 +10,7 @@ use crate::attention::{AttentionShape, Keeps, PvAccumulator};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use crate::stats::stats_words;
+use half::bf16;
 
 /// Multipliers that turn E4M3 back into values, as f32 in device memory; `None` means 1.
 #[derive(Clone, Copy, Debug, Default)]
@@ -123,12 +124,28 @@ pub enum SavedRows {
     /// Nothing besides the output and the log-sum-exp.
     #[default]
     Nothing,
-    /// For [`Keeps::UnroundedDelta`], what the rounding of the output took: O before it minus O, BF16, `(batch, len_q, heads_q, d_v)`
-    /// without gaps, 16-byte aligned. P V is summed in F16.
+    /// For [`Keeps::UnroundedDelta`], what the rounding of the output took: O before it minus O, a signed byte each ([`residual_code`]),
+    /// `(batch, len_q, heads_q, d_v)` without gaps, 16-byte aligned. P V is summed in F16.
     Residual(View<4>),
     /// For [`Keeps::Fp8Dq`], the base-2 logarithm of the largest P of each row, f32, `(batch, heads_q, len_q)` without gaps; of a row
     /// that sees no key it says nothing.
     RowMax(View<3>),
+}
+
+/// What the rounding of a value to BF16 took, as kernels keep it: in steps of 2^-15 of the power of two below the rounded value
+/// `out`, at most 127 of them; half a step of BF16 is 128. Below 2^-111 a step is that of 2^-111.
+pub fn residual_code(value: f32, out: bf16) -> i8 {
+    ((value - out.to_f32()) / residual_step(out)).round_ties_even() as i8
+}
+
+/// What a code of [`residual_code`] stands for.
+pub fn residual_value(code: i8, out: bf16) -> f32 {
+    f32::from(code) * residual_step(out)
+}
+
+fn residual_step(out: bf16) -> f32 {
+    let exponent = (out.to_f32().to_bits() & 0x7f80_0000).max(16 << 23);
+    f32::from_bits(exponent - (15 << 23))
 }
 
 impl SavedRows {
@@ -256,7 +273,7 @@ impl SavedOperands {
         match &self.rows {
             SavedRows::Nothing => Ok(()),
             SavedRows::Residual(x) => {
-                x.expect_dense("residual", Element::Bf16, sizes.out_shape())?;
+                x.expect_dense("residual", Element::U8, sizes.out_shape())?;
                 x.expect_aligned("residual", 16, 8)?;
                 if tensors.accumulator != PvAccumulator::F16 {
                     return Err(Error::argument(format_args!(
@@ -469,7 +486,7 @@ mod tests {
                 t.saved = Some(saved([2, 50, 2, 128]));
             }),
             ("summed in f16, not in fp8-256", |t| {
-                let rows = SavedRows::Residual(dense(Element::Bf16, [2, 40, 4, 128]));
+                let rows = SavedRows::Residual(dense(Element::U8, [2, 40, 4, 128]));
                 t.saved = Some(SavedOperands { rows, ..saved([2, 50, 2, 128]) });
             }),
             ("multiple of 8", |t| {
@@ -556,7 +573,8 @@ mod tests {
         assert_eq!(w.bytes - w.partial, room.into_iter().max().unwrap());
         let w = of(Element::Bf16);
         let short = dense(Element::U8, [w.bytes - 1]);
-        assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        let error = w.check(&short).unwrap_err();
+        assert!(error.is_argument() && error.to_string().contains(&w.bytes.to_string()), "{error}");
         assert!(w.check(&dense(Element::U8, [w.bytes + 5])).is_ok());
     }
 }

@@ -167,7 +167,7 @@ impl Resident {
         let rows = match setup.keeps {
             Keeps::Nothing | Keeps::Operands => SavedRows::Nothing,
             Keeps::UnroundedDelta => {
-                let (buffer, view) = array::<u8, 4>(device, Element::Bf16, sizes.out_shape())?;
+                let (buffer, view) = array::<u8, 4>(device, Element::U8, sizes.out_shape())?;
                 saved.push(buffer);
                 SavedRows::Residual(view)
             }

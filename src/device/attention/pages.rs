@@ -11,6 +11,9 @@ use std::ops::RangeInclusive;
 
 /// Tokens of a page.
 const PAGE_SIZES: RangeInclusive<usize> = 16..=256;
+
+/// Macros of the terms that the kernels over pages have.
+const OFFERED: [&str; 3] = ["WINDOW", "SINK", "CENTER"];
 /// Waves of parts on the multiprocessors that the plan on the device may choose.
 const WAVES: usize = 16;
 
@@ -118,14 +121,13 @@ impl Pages {
         }
         sizes.check_64_or_128("attention over pages")?;
         let (_, features) = call.features();
+        let terms = features.all().map(|(name, what, there)| (what, there && !OFFERED.contains(&name)));
         let others = [
-            ("a soft-cap", features.soft_cap),
-            ("lists of sequences", features.varlen),
             ("logits in E4M3", logits_in_e4m3),
             ("operands for a backward", keeps != Keeps::Nothing),
             ("an output in E4M3 of packed queries", out == Element::E4m3 && self.queries.is_some()),
         ];
-        if let Some((what, _)) = others.into_iter().find(|(_, given)| *given) {
+        if let Some((what, _)) = terms.into_iter().chain(others).find(|(_, given)| *given) {
             return Err(Error::unsupported(format_args!("over pages the GPU does not offer {what}")));
         }
         self.queries.map_or(Ok(()), |queries| queries.check(sizes, self))?;
@@ -489,7 +491,8 @@ mod tests {
         let w = of(many);
         assert!(!w.joins() && w.bytes < w.q + many.q_elements() + 1024);
         let short = dense(Element::U8, [w.bytes - 1]);
-        assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        let error = w.check(&short).unwrap_err();
+        assert!(error.is_argument() && error.to_string().contains(&w.bytes.to_string()), "{error}");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use sigmascale::attention::{
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
     BackwardEngine, BackwardOptions, BackwardTensors, Delta, Descales, Element, Keys, RowBounds, Tensors, View,
-    Workspace,
+    Workspace, residual_code,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::ScalePlan;
@@ -494,14 +494,14 @@ pub(super) fn delta_unrounded_of(call: &AttentionCall, seed: u64) {
     let memory = Memory::new(&plain, call, &data, &plan, &d_out);
     let x = dequantised(call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
     let out = reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().out;
-    let took: Vec<f32> = out.iter().map(|&x| (x - bf16::from_f32(x as f32).to_f64()) as f32).collect();
-    let residual = device().upload(&bf16_bytes(&took)).unwrap();
+    let took = out.iter().map(|&x| residual_code(x as f32, bf16::from_f32(x as f32)) as u8);
+    let residual = device().upload(&took.collect::<Vec<_>>()).unwrap();
     let (of_q, _, of_lse) = Memory::shapes(call);
     let tensors = memory.tensors(call);
     let Delta::Output(rounded) = tensors.delta else { unreachable!("as it is made") };
     // SAFETY: as in `descales`.
     let [given, kept] = unsafe {
-        let residual = View::dense(residual.ptr(), Element::Bf16, of_q);
+        let residual = View::dense(residual.ptr(), Element::U8, of_q);
         [
             Delta::Given(View::dense(memory.delta.ptr(), Element::F32, of_lse)),
             Delta::Unrounded { out: rounded, residual },

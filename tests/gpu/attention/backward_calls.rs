@@ -17,6 +17,7 @@ use sigmascale::attention::{
 use sigmascale::cuda::{Buffer, DevicePtr, Stream};
 use sigmascale::device::attention::{
     BackwardEngine, BackwardOptions, BackwardTensors, Delta, Descales, DeviceCall, Element, Sequences, View,
+    residual_code,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 
@@ -246,8 +247,10 @@ impl Memory {
         let lists = lists.into_iter().flatten().collect();
         let on_device = call.on_device(sequences, sinks, None).unwrap();
         // For engines that take it.
-        let took = planted(&|at| (forward.out[at] - bf16::from_f32(forward.out[at] as f32).to_f64()) as f32);
-        let residual = half(&bf16_bytes(&took), n_q_heads, len_q, d_v);
+        let took =
+            planted(&|at| f32::from(residual_code(forward.out[at] as f32, bf16::from_f32(forward.out[at] as f32))));
+        let took: Vec<u8> = took.iter().map(|&code| code as i8 as u8).collect();
+        let residual = unsafe { View::dense(upload(&took), Element::U8, [batch, len_q, n_q_heads, d_v]) };
         let scratch = scratch(engine.workspace_bytes(&on_device).unwrap());
         let workspace = unsafe { View::dense(scratch.ptr(), Element::U8, [scratch.len()]) };
         bytes.push(scratch);
