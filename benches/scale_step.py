@@ -45,7 +45,12 @@ if SMALL:
             ),
         ),
     ]  # fmt: skip
-HOW = [("delayed-paper", "gram"), ("geometry-c-star", "power-summed"), ("geometry-c-star", "power"), ("geometry", "gram")]
+HOW = [
+    ("delayed-paper", "gram"),
+    ("geometry-c-star", "power-summed"),
+    ("geometry-c-star", "power"),
+    ("geometry", "gram"),
+]
 LENGTH, COUNT = (16, 1) if SMALL else (1024, 6)
 FIELDS = "model,policy,estimator,forward_ms,with_scale_step_ms,scale_step_ms,layers,layers_over".split(",")
 

@@ -70,7 +70,7 @@ def scale_step():
         whole = find(rows, model=row["model"], estimator="power")["forward_ms"]
         share = f"{100 * float(row['scale_step_ms']) / float(whole):.1f} %"
         table.append([name(row["model"]), f"`{row['estimator']}`", *times, share])
-    return markdown(["model", "estimator", "forward", "with the scale step", "the step alone", "of the forward"], table)
+    return markdown(["model", "scales from", "forward", "with the scale step", "the step alone", "of the forward"], table)
 
 
 def accuracy():

@@ -92,7 +92,9 @@ def items_of(tokenizer, count, seed):
                 break
         if len(found) == count:
             return found
-    sys.exit(f"Python {platform.python_version()} has strings for {len(found)} items, fewer than {count}: lower --items")
+    sys.exit(
+        f"Python {platform.python_version()} has strings for {len(found)} items, fewer than {count}: lower --items"
+    )
 
 
 def attached(model, cast, policy, estimator, stretch, backend):

@@ -30,7 +30,9 @@ def bf16(x):
 def planted(generator):
     """Weights ``(heads, [q, k, v], D, FEATURES)``, the token that each token looks for, and the values that it should find."""
     weights, partners, targets = torch.zeros(HEADS, 3, D, FEATURES), [], []
-    signs = torch.tensor([[1.0 if (a & (t + 1)).bit_count() % 2 == 0 else -1.0 for t in range(TOKENS)] for a in range(D)])
+    signs = torch.tensor(
+        [[1.0 if (a & (t + 1)).bit_count() % 2 == 0 else -1.0 for t in range(TOKENS)] for a in range(D)]
+    )
     for head in range(HEADS):
         partner, noise = torch.randperm(TOKENS, generator=generator), torch.randn(TOKENS, D, generator=generator)
         target = -1.5 * (0.6 * noise).exp() if head == PLANTED else 1.5 * noise
