@@ -61,7 +61,7 @@ def verify(
     tokens: Path | None = None,
     seq_len: int | None = None,
 ) -> Audit:
-    """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
+    r"""Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
 
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
