@@ -62,6 +62,37 @@ def heads(row):
     return f"{q} query, {kv} KV, d = {d}"
 
 
+def scale_step():
+    rows, table = record("2026-11-28-scale-step-h200.csv"), []
+    name = lambda model: MODELS[model.split(",")[0]] + model[len(model.split(",")[0]) :]
+    for row in rows:
+        times = [row[key] or "-" for key in ("forward_ms", "with_scale_step_ms", "scale_step_ms")]
+        whole = find(rows, model=row["model"], estimator="power")["forward_ms"]
+        share = f"{100 * float(row['scale_step_ms']) / float(whole):.1f} %"
+        table.append([name(row["model"]), f"`{row['estimator']}`", *times, share])
+    return markdown(["model", "scales from", "forward", "with the scale step", "the step alone", "of the forward"], table)
+
+
+def accuracy():
+    table = []
+    names = {"smollm2": "SmolLM2-135M", "qwen2.5-coder": "Qwen2.5-Coder-0.5B"}
+    percent = lambda cell: f"{100 * float(cell):.1f} %"
+    for row in record("2026-11-28-accuracy-cpu.csv"):
+        policy = "BF16" if row["policy"] == "bf16" else f"`{row['policy']}`"
+        policy += f", `{row['estimator']}`" if row["estimator"].startswith("power") else ""
+        policy += f", scales times {row['stretch']}" if row["stretch"] != "1" else ""
+        used = float(row["utilization_p50"] or "nan")
+        change = f"{100 * float(row['change']):+.1f} ± {100 * float(row['change_error']):.1f}"
+        plain = row["cast"] == "none"
+        table.append([
+            names[row["model"]], "" if plain else row["cast"], policy, "" if plain else f"{100 * used:.2g} %",
+            f"{percent(row['accuracy'])} ± {percent(row['error'])}", "" if plain else change, "" if plain else f"{float(row['kl']):.4f}",
+            "" if plain else row["overflow"],
+        ])  # fmt: skip
+    header = ["model", "cast", "scales", "utilization, median", "accuracy", "minus BF16, points", "KL of the next token", "overflows"]
+    return markdown(header, table)
+
+
 def weight_spike():
     names = {
         "geometry": ("Sigmascale (`geometry`)", "the weights"),
@@ -746,6 +777,24 @@ def served_cache():
     return markdown(["model", "cache", "perplexity", "mean KL", "rms change of a token's log-probability"], table)
 
 
+def real_slack():
+    rows, table = record("2026-11-27-real-models-slack-cpu.csv"), []
+    for model, name in SERVED.items():
+        of = lambda operand: find(rows, model=model, operand=operand)
+        slack = lambda row: f"{row['slack_min']}, {row['slack_median']}, {row['slack_max']}"
+        table.append([name, *(slack(of(x)) for x in ("q", "k", "v", "logits")), "; ".join(of(x)["largest_seen"] for x in "qkv")])
+    return markdown(["bound / largest seen: least, median, most", "q", "k", "v", "logits", "largest q; k; v"], table)
+
+
+def real_cache():
+    rows, table = record("2026-11-27-real-models-cache-cpu.csv"), []
+    names = {"1.0": "1.0", "weights": "from the weights", "weights per head": "from the weights, per head", "maxima of this text": "maxima of this text"}
+    for scales, name in names.items():
+        found = [next((row for row in rows if (row["model"], row["scales"]) == (model, scales)), None) for model in SERVED]
+        table.append([name, *("" if row is None else f"{float(row['change_percent']):+.1f} %, {row['kl']}" for row in found)])
+    return markdown(["scales of keys and values", *SERVED.values()], table)
+
+
 def served_long():
     rows, table = record("2026-11-28-served-long-h200.csv"), []
     lengths = sorted({int(row["tokens"]) for row in rows})
@@ -759,6 +808,65 @@ def served_long():
         table.append([name, *cells])
     starts = [0, *lengths]
     return markdown(["cache", *(f"{start} to {end}" for start, end in zip(starts, lengths))], table)
+
+
+# Centers of keys and values: records of benches/centers.py, and of engines.
+
+
+def centered_cache():
+    rows, table = record("2026-11-28-served-cache-h200.csv"), []
+    ways = {"keys as they are": ("fixed", "plugin"), "c from the weights": ("centered-fixed", "centered")}
+    for name, cases in ways.items():
+        for case, scales in zip(cases, ("1.0", "from the weights")):
+            row = find(rows, model="qwen2.5-coder", case=case)
+            change = f"{float(row['change_percent']):+.2f} ± {float(row['standard_error_percent']):.2f} %"
+            table.append([name if case == cases[0] else "", scales, change, f"{float(row['kl']):.4f}"])
+    return markdown(["Qwen2.5-Coder-0.5B", "scales", "change of perplexity", "KL"], table)
+
+
+def centered_gradients():
+    rows, table = record("2026-11-28-centers-gradients-h200.csv"), []
+    names = {"none": "none", "m": "m", "c": "c", "c and m": "c and m", "stale": "c and m, stale"}
+    ways = [
+        ("P V in F16, delta of the stored output", "f16", "operands"),
+        ("P V in F16 (default)", "f16", "unrounded-delta"),
+        ("P V in FP8, promoted every tile", "fp8-256", "operands"),
+        ('P V in F16, `gradients="fp8-dq"`', "f16", "fp8-dq"),
+        ('P V in FP8, every 2048 keys, `gradients="fp8-dq"`', "fp8-2048", "fp8-dq"),
+    ]
+    for name, pv, keeps in ways:
+        of = lambda centers: find(rows, data="aligned", centers=centers, pv=pv, keeps=keeps)
+        cell = lambda row: f"{100 * float(row['dq_error']):.2f} %, {float(row['dq_bias']):.1f}"
+        table.append([name, *(cell(of(centers)) for centers in names)])
+    return markdown(["error and bias factor of dQ", *names.values()], table)
+
+
+def centered_outputs():
+    rows, table = record("2026-11-28-centers-shrinkage-h200.csv"), []
+    ways = ("none", "mean", "512 others")
+    for keys, mean in itertools.product((4096, 65536), ("0.1", "1.0", "3.0")):
+        found = [find(rows, keys=keys, mean=mean, m=m, pv="fp8-256") for m in ways]
+        cells = [f"{float(row['percent']):+.3f} %; {float(row['rms_percent']):.2f} %" for row in found]
+        table.append([keys, mean, *cells])
+    return markdown(["keys", "mean of V", "no m", "m = mean of V", "m from 512 other tokens"], table)
+
+
+def centered_cost():
+    rows, table = record("2026-11-28-centers-cost-h200.csv"), []
+    shape = ("batch", "heads_q", "heads_kv", "head_dim", "len_q", "len_k")
+    for own in dict.fromkeys(tuple(row[key] for key in shape) for row in rows):
+        cells = []
+        for pv, keeps, what in (("fp8-256", "nothing", "forward"), ("f16", "operands", "forward"), ("f16", "operands", "backward")):
+            at = {"pv": pv, "keeps": keeps, "what": what} | dict(zip(shape, own))
+            if not any(all(row[key] == value for key, value in at.items()) for row in rows):
+                cells.append("")
+                continue
+            of = lambda run, centers: float(find(rows, run=run, centers=centers, **at)["ms"])
+            ratios = [of(run, "c and m") / of(run, "none") for run in (1, 2)]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+        batch, q, kv, d, len_q, len_k = own
+        table.append([f"{batch} x {len_q} over {len_k}, {heads((q, kv, d))}", *cells])
+    return markdown(["shape", "forward, P V in FP8", "forward, P V in F16", "backward"], table)
 
 
 TABLES = {
@@ -789,6 +897,12 @@ TABLES = {
         served_magnitudes,
         served_cache,
         served_long,
+        real_slack,
+        real_cache,
+        centered_cache,
+        centered_gradients,
+        centered_outputs,
+        centered_cost,
         low_precision_long,
         low_precision_kernels,
         delta_bias,
@@ -805,6 +919,8 @@ TABLES = {
         moving_weights,
         alarms,
         weight_sync,
+        scale_step,
+        accuracy,
     )
 }
 

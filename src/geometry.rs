@@ -620,6 +620,11 @@ impl<'a> HeadOperator<'a> {
         Self { shift: None, bias: None, ..self.clone() }
     }
 
+    /// What each channel is multiplied by behind the projection; none where nothing is.
+    pub(crate) fn channel_scales(&self) -> &[f64] {
+        self.channel_scale.as_deref().unwrap_or_default()
+    }
+
     /// The same head with raw weights and no constant: what the paper bounds.
     pub fn without_norm(&self) -> Self {
         Self {

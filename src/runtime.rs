@@ -107,13 +107,7 @@ impl RuntimeConfig {
     fn check(&self) -> Result<()> {
         self.tail.check()?;
         self.centers.check()?;
-        let Iterations { cold, warm } = self.iterations;
-        if cold == 0 || warm == 0 {
-            return Err(Error::argument(format_args!(
-                "iterations {cold} cold and {warm} warm: at least 1 of each is needed"
-            )));
-        }
-        Ok(())
+        self.iterations.check()
     }
 
     /// Whether sigma is estimated.

@@ -1,6 +1,7 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
 use super::centers::{self, CenterArgs};
+use super::html::quoted;
 use super::mla;
 use super::model::Model;
 use super::named::named;
@@ -47,6 +48,9 @@ pub struct Args {
     /// How norms are computed
     #[arg(long, value_parser = named::<Estimator>(), default_value = Estimator::Gram.name())]
     estimator: Estimator,
+    /// Iterations of power and power-summed
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = count)]
+    iterations: usize,
     /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
@@ -79,6 +83,7 @@ impl Args {
             bound: self.bound.unwrap_or_default(),
             granularity: self.granularity.unwrap_or_default(),
             estimator: self.estimator,
+            iterations: self.iterations,
             as_paper: self.as_paper,
             soft_cap: self.soft_cap,
             c: self.c,
@@ -146,7 +151,7 @@ fn table(profile: &Profile, model: &str, most: usize) -> String {
     out.push('\n');
     out.push_str(&constants(profile));
     if profile.layers.is_some() && profile.method.as_ref().is_some_and(|method| method.c.is_none()) {
-        let _ = writeln!(out, "\nTo serve with these scales: sigmascale export {model} --to NEW --for vllm");
+        let _ = writeln!(out, "\nNext: sigmascale export {} --to NEW --for vllm", quoted(model));
     }
     out
 }

@@ -5,7 +5,6 @@ use super::report::Report;
 use super::stress::Results;
 use super::{diagnose, inspect, stress, verify};
 use sigmascale::calibrate::Inspection;
-use sigmascale::serving::Audit;
 use sigmascale_lab::diagnose::Diagnosis;
 use sigmascale_lab::history::History;
 use sigmascale_lab::stress::StressResult;
@@ -32,8 +31,8 @@ pub fn of_training(result: sigmascale_lab::train::TrainResult) -> serde_json::Re
 }
 
 /// The page of `sigmascale verify` of a folder.
-pub fn of_audit(folder: &str, audit: Audit) -> String {
-    verify::page(&Report { folder: folder.to_owned(), audit, observed: None, others: vec![] }, &Made::by_library())
+pub fn of_audit(report: &Report) -> String {
+    verify::page(report, &Made::by_library())
 }
 
 /// The page of `sigmascale diagnose`.

@@ -76,6 +76,10 @@ fn power_iteration_stays_below_the_exact_norm() {
     let asked = ["calibrate", TINY_LLAMA, "--estimator", "power", "--bound", "rank-aware"];
     let power = json(&[&asked[..], &["--format", "json"]].concat());
     assert_eq!(power["method"]["rotation"], false);
+    assert_eq!(power["method"]["iterations"], 5);
+    let short = json(&[&asked[..], &["--iterations", "1", "--format", "json"]].concat());
+    let sigma = |profile: &Value| profile["layers"][0]["sigma"].as_f64().unwrap();
+    assert!(short["method"]["iterations"] == 1 && sigma(&short) < sigma(&power));
     let table = String::from_utf8(sigmascale(&asked).stdout).unwrap();
     assert!(table.contains("from below") && table.contains("rotation is ignored"), "{table}");
     for layer in 0..6 {
@@ -401,6 +405,8 @@ fn usage_errors_exit_2() {
     let cases: &[(&[&str], &str)] = &[
         (&["calibrate", "mistral-7b", "--bound", "worst-case", "--estimator", "power"], "cannot certify"),
         (&["calibrate", "mistral-7b", "--bound", "spectrum", "--estimator", "power"], "Frobenius"),
+        (&["stress", "weight-spike", "--model", TINY_LLAMA, "--iterations", "5"], "must be COLD,WARM"),
+        (&["stress", "weight-spike", "--model", TINY_LLAMA, "--iterations", "5,0"], "at least 1 cold and 1 warm"),
         (&["calibrate", "mistral-7b", "--delta", "0"], "delta 0 must be greater than 0 and less than 1"),
         (&["calibrate", "mistral-7b", "--delta", "nan"], "delta"),
         (&["calibrate", "mistral-7b", "--eta", "1.5"], "eta 1.5"),

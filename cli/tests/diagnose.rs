@@ -112,6 +112,10 @@ fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
         (vec!["diagnose", text(&file), "--lr", "0.1"], 2, "--lr is for checkpoints"),
         (vec!["diagnose", text(&file), TINY_LLAMA], 2, "one record of a run, or only checkpoints"),
         (vec!["diagnose", TINY_LLAMA], 2, "pass two or more checkpoints"),
+        (vec!["diagnose", "--model", TINY_LLAMA], 2, "--tokens <FILE>"),
+        (vec!["diagnose", text(&file), "--tokens", text(&file)], 2, "need --model FOLDER"),
+        (vec!["diagnose", text(&file), "--model", TINY_LLAMA, "--tokens", text(&file)], 2, "cannot be used with"),
+        (vec!["diagnose", "--model", TINY_LLAMA, "--tokens", "absent.txt"], 3, "absent.txt: cannot read"),
         (vec!["diagnose", "absent.jsonl"], 3, "absent.jsonl: cannot read"),
         (vec!["diagnose", TINY_LLAMA, "checkpoint-7"], 3, "checkpoint-7: cannot read"),
         (vec!["diagnose", concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md")], 3, "line 1 is not a record of a run"),
@@ -119,6 +123,36 @@ fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
         let (got, message) = failure(&args);
         assert!(got == code && message.contains(said), "{args:?}: {got}, {message}");
     }
+}
+
+#[test]
+fn a_text_shows_which_heads_repeat_their_maximum() {
+    let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/sample.py");
+    let folder = tempfile::tempdir().unwrap();
+    let same = folder.path().join("same.json");
+    std::fs::write(&same, format!("{:?}", [101; 64])).unwrap();
+    let of = |tokens: &str| json(&["diagnose", "--model", TINY_LLAMA, "--tokens", tokens, "--seq-len", "64", "--json"]);
+    let (text_of, same) = (of(sample), of(text(&same)));
+    assert_eq!((&text_of["sequences"], &text_of["seq_len"], &same["sequences"]), (&16.into(), &64.into(), &1.into()));
+    let mean = |found: &Value, layer: u64, key: &str| {
+        let heads = found["heads"].as_array().unwrap().iter().filter(|head| head["layer"] == layer);
+        let values: Vec<f64> = heads.filter_map(|head| head[key].as_f64()).collect();
+        values.iter().sum::<f64>() / values.len() as f64
+    };
+    for layer in 0..6 {
+        for (key, range) in
+            [("repeated", 0.0..=1.0), ("ones", 0.0..=1.0), ("error_at_ones", 0.0..=1.0), ("similarity", -1.0..=1.0)]
+        {
+            assert!(range.contains(&mean(&text_of, layer, key)), "{layer} {key}");
+        }
+        // Text repeats no row of keys; a maximum that several keys reach in f32 has several weights of 1 in BF16.
+        assert!(mean(&text_of, layer, "repeated") <= mean(&text_of, layer, "ones"));
+    }
+    // Of one token again and again the first layer reads one vector.
+    assert!(mean(&same, 0, "similarity") > 0.5 && mean(&same, 0, "similarity") > 2.0 * mean(&text_of, 0, "similarity"));
+    let table = sigmascale(&["diagnose", "--model", TINY_LLAMA, "--tokens", sample, "--seq-len", "64"]);
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(table.contains("several P = 1") && table.contains("16 sequences of 64 tokens"), "{table}");
 }
 
 /// Copies of the carried checkpoint at steps 100, 200 and 300, of which head 1 of layer 2 has a W_Q to which the same matrix

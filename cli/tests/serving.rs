@@ -1109,15 +1109,15 @@ mod streams {
             assert_eq!(due.len(), expected.len());
             let (name, dtype, shape, _) = &tensors.iter().find(|t| t.0.ends_with("q_proj.weight")).unwrap();
             let error = stream.note(name, *dtype, shape).unwrap_err();
-            assert!(error.to_string().contains("was already passed"), "{error}");
+            assert!(error.to_string().contains(name.as_str()), "{error}");
             for index in due.into_iter().rev() {
                 let error = stream.finish(false).unwrap_err();
-                assert!(error.is_argument() && error.to_string().contains("has no scales"), "{error}");
+                assert!(error.is_argument(), "{error}");
                 let LayerScales { q, k, v, .. } = expected[index].clone();
                 let found = stream.computed(index, q.clone(), k.clone(), v.clone()).unwrap();
                 assert_eq!(found, expected[index]);
                 let error = stream.computed(index, q, k, v).unwrap_err();
-                assert!(error.is_argument() && error.to_string().contains("or has its scales"), "{error}");
+                assert!(error.is_argument(), "{error}");
             }
             stream.finish(false).unwrap();
         }
@@ -1141,12 +1141,12 @@ mod streams {
         assert!(error.is_format() && error.to_string().contains("bytes"), "{error}");
         stream.push(name, *dtype, shape, bytes.clone()).unwrap();
         let error = stream.push(name, *dtype, shape, bytes.clone()).unwrap_err();
-        assert!(error.to_string().contains("was already passed"), "{error}");
+        assert!(error.to_string().contains(name.as_str()), "{error}");
         let error = stream.finish(false).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("are missing"), "{error}");
         // A bias that nobody told of: with its layer's scales out already it would be too late.
         let error = stream.push("model.layers.0.self_attn.k_proj.bias", Dtype::F32, &[32], vec![0; 128]).unwrap_err();
-        assert!(error.to_string().contains("does not mention"), "{error}");
+        assert!(error.to_string().contains("model.layers.0.self_attn.k_proj.bias"), "{error}");
         let error = stream
             .push("model.layers.1.self_attn.k_proj.weight", Dtype::F8_E4M3, &[32, 48], vec![0; 1536])
             .unwrap_err();

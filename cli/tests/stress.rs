@@ -392,12 +392,19 @@ fn the_failure_probability_is_that_of_the_run() {
 /// Estimates rise from below to the norm while the weights stay, follow a spike in the same step, and say that they promise nothing.
 #[test]
 fn an_estimator_is_one_word() {
-    let run = |estimator| {
+    let run_with = |estimator, iterations| {
         let options = ["--layers", "2", "--seq-len", "32", "--steps", "12", "--mode", "logit", "--format", "json"];
-        let policies = ["--policies", "geometry-c-star,auto-c,delayed-paper", "--estimator", estimator];
+        let policies = [
+            "--policies",
+            "geometry-c-star,auto-c,delayed-paper",
+            "--estimator",
+            estimator,
+            "--iterations",
+            iterations,
+        ];
         json(&[&["stress", "weight-spike", "--model", TINY_LLAMA][..], &options, &policies].concat())
     };
-    let [gram, power, summed] = ["gram", "power", "power-summed"].map(run);
+    let [gram, power, summed] = ["gram", "power", "power-summed"].map(|estimator| run_with(estimator, "5,1"));
     let descale = |run: &Value, policy, step| row(run, policy, step, 1)["logit_descale"].as_f64().unwrap();
     for (name, estimated) in [("power", &power), ("power-summed", &summed)] {
         assert_eq!(estimated["estimator"], name);
@@ -411,6 +418,8 @@ fn an_estimator_is_one_word() {
         assert!(descale(estimated, "geometry-c-star", 9) > descale(estimated, "geometry-c-star", 0));
         let spike = descale(estimated, "geometry-c-star", 10) / descale(estimated, "geometry-c-star", 9);
         assert!((15.9..17.0).contains(&spike), "{spike}");
+        let longer = run_with(name, "30,2");
+        assert!(descale(&longer, "geometry-c-star", 0) > descale(estimated, "geometry-c-star", 0));
         // The baseline is the same whatever the estimator.
         assert!((0..12).all(|step| descale(estimated, "delayed-paper", step) == descale(&gram, "delayed-paper", step)));
     }
@@ -569,12 +578,13 @@ fn the_page_needs_nothing_else() {
         assert!(!page.contains(absent), "{absent}");
     }
     assert_eq!(page.matches("<section id=").count(), 4);
-    // Every section starts with its verdicts.
-    let verdicts =
-        page.split("<section id=").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
-    for verdicts in verdicts {
-        let (verdicts, _) = verdicts.split_once("</ul>").unwrap();
-        assert!(verdicts.starts_with("<ul class=\"lines\">") && verdicts.matches("<li>").count() == 6, "{verdicts}");
+    // Every section starts with the chart that decides, then come its verdicts.
+    for section in page.split("<section id=").skip(1) {
+        let (before, after) = section.split_once("<ul class=\"lines\">").unwrap();
+        let first = before.split("<figure").nth(1).unwrap();
+        assert!(first.contains("<h2>Largest |x / descale| / 448 by "), "{first}");
+        let (verdicts, _) = after.split_once("</ul>").unwrap();
+        assert_eq!(verdicts.matches("<li>").count(), 6, "{verdicts}");
     }
     assert!(page.contains("<li>delayed-paper: OVERFLOW on ") && page.contains("<li>geometry: no overflow; "));
     assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());

@@ -86,8 +86,10 @@ __device__ void plan(const AppendParams& p) {
   __shared__ u32 warp_tiles[kWarps], warp_work[kWarps], warp_most[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   u32 mine = 0, work_mine = 0, most = 1;
+  bool falls = false;
   for (int s = threadIdx.x; s < p.sequences; s += kThreads) {
     const Span span(p, s);
+    falls |= p.queries.cu_seqlens != nullptr && p.queries.cu_seqlens[s] > p.queries.cu_seqlens[s + 1];
     mine += span.tiles, work_mine += span.tiles * span.blocks;
     if (span.blocks > 0) most = max(most, span.tiles);
   }
@@ -95,7 +97,11 @@ __device__ void plan(const AppendParams& p) {
   if (threadIdx.x < 3) running[threadIdx.x] = 0;
   if (threadIdx.x == 0) p.counter[0] = p.counter[1] = 0;
   if (threadIdx.x < kCandidates) blocks[threadIdx.x] = joined[threadIdx.x] = longest[threadIdx.x] = 0;
-  __syncthreads();
+  // The lists have room for blocks of disjoint sequences: of others nothing is computed
+  if (__syncthreads_or(falls)) {
+    if (threadIdx.x == 0) *p.counts = {0, 0};
+    return;
+  }
   float all_tiles = 0.0f, all_work = 0.0f;
   int most_tiles = 1;
 #pragma unroll

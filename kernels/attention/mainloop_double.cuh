@@ -110,7 +110,7 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
       c.kv = uniform(c.kv);
       int left = c.count(stop - c.kv), masked_left = c.count(max(0, left - open.end));
       if (kPaged && c.tail < kBlockN) masked_left = max(masked_left, 1);
-      int open_left = c.count(max(0, min(left, open.end) - open.first));
+      int open_left = c.count(max(0, left - masked_left - open.first));
       while (left > 0) {
         int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
         left -= run;

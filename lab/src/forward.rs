@@ -10,5 +10,6 @@
 mod qkv;
 mod stream;
 
+pub(crate) use qkv::normed;
 pub use qkv::{Projected, Tokens, project};
 pub use stream::Stream;

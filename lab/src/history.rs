@@ -158,6 +158,9 @@ pub struct LayerRecord {
     /// Sum over sampled rows of delta as computed minus delta of an exact output, in units of the sum of |delta|.
     #[serde(default, deserialize_with = "numbers", skip_serializing_if = "Vec::is_empty")]
     pub delta_bias: Vec<f64>,
+    /// Correlation of the sign of dO with that of the output's error, over the values of sampled rows.
+    #[serde(default, deserialize_with = "numbers", skip_serializing_if = "Vec::is_empty")]
+    pub error_sign: Vec<f64>,
     /// Mean entropy of the attention weights over sampled rows, in nats.
     #[serde(default, deserialize_with = "numbers", skip_serializing_if = "Vec::is_empty")]
     pub entropy: Vec<f64>,
@@ -340,7 +343,7 @@ impl RunInfo {
 
 impl LayerRecord {
     /// Every vector with its name in the file.
-    pub fn columns(&self) -> [(&'static str, &[f64]); 11] {
+    pub fn columns(&self) -> [(&'static str, &[f64]); 12] {
         [
             ("sigma", &self.sigma),
             ("sigma_rope", &self.sigma_rope),
@@ -350,6 +353,7 @@ impl LayerRecord {
             ("repeated", &self.repeated),
             ("repeated_in_tile", &self.repeated_in_tile),
             ("delta_bias", &self.delta_bias),
+            ("error_sign", &self.error_sign),
             ("entropy", &self.entropy),
             ("utilization", &self.utilization),
             ("saturated", &self.saturated),

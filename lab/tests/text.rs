@@ -131,6 +131,55 @@ fn windowed_llama(plain: &Plain, window: usize) -> Operands {
     seen
 }
 
+fn qwen3_moe(plain: &Plain) -> Operands {
+    let mut h = plain.embedded("model.embed_tokens.weight");
+    let mut seen = Vec::new();
+    for i in 0..LAYERS {
+        let at = |name: &str| format!("model.layers.{i}.{name}");
+        let x = plain.norm(&h, &at("input_layernorm"), false, 1e-2);
+        let [q, k, v] = ["q", "k", "v"].map(|p| plain.linear(&x, &at(&format!("self_attn.{p}_proj"))));
+        let normed = |x: &Rows, name: &str| {
+            let mut out = x.clone();
+            for at in (0..x.ncols()).step_by(HEAD) {
+                let head = plain.norm(&x.columns(at, HEAD).into_owned(), name, false, 1e-2);
+                out.columns_mut(at, HEAD).copy_from(&head);
+            }
+            out
+        };
+        let (q, k) = (normed(&q, &at("self_attn.q_norm")), normed(&k, &at("self_attn.k_norm")));
+        let (q, k) = (rotated(&q, HEADS), rotated(&k, 1));
+        h += plain.linear(&attend(&q, &k, &v, 1, |row| 0..row + 1), &at("self_attn.o_proj"));
+        let y = plain.norm(&h, &at("post_attention_layernorm"), false, 1e-2);
+        let mlp = |place: &str| {
+            let gate = plain.linear(&y, &at(&format!("{place}gate_proj"))).map(|x| x / (1.0 + (-x).exp()));
+            plain.linear(
+                &gate.component_mul(&plain.linear(&y, &at(&format!("{place}up_proj")))),
+                &at(&format!("{place}down_proj")),
+            )
+        };
+        if i == 1 {
+            h += mlp("mlp.");
+        } else {
+            // The two most probable of four, with weights of sum 1.
+            let logits = plain.linear(&y, &at("mlp.gate")).map(f64::exp);
+            for expert in 0..4 {
+                let out = mlp(&format!("mlp.experts.{expert}."));
+                for (row, from) in out.row_iter().enumerate() {
+                    let own = logits[(row, expert)];
+                    let mut all: Vec<f64> = logits.row(row).iter().copied().collect();
+                    all.sort_by(|a, b| b.total_cmp(a));
+                    if own >= all[1] {
+                        let mut to = h.row_mut(row);
+                        to += from * (own / (all[0] + all[1]));
+                    }
+                }
+            }
+        }
+        seen.push([q, k, v]);
+    }
+    seen
+}
+
 fn gpt2(plain: &Plain) -> Operands {
     let mut h = plain.embedded("transformer.wte.weight") + plain.matrix("transformer.wpe.weight").rows(0, TOKENS);
     let mut seen = Vec::new();
@@ -205,6 +254,38 @@ fn family(name: &str) -> (Value, Tensors, fn(&Plain) -> Operands) {
                 "hidden_act": "silu", "max_position_embeddings": TOKENS});
             (config, draw.tensors, llama)
         }
+        // The layer in the middle has one MLP.
+        "qwen3_moe" => {
+            draw.add("model.embed_tokens.weight", &[256, D], 0.0, 0.2);
+            for i in 0..LAYERS {
+                let at = |name: &str| format!("model.layers.{i}.{name}");
+                for (part, out) in [("q", D), ("k", HEAD), ("v", HEAD), ("o", D)] {
+                    draw.linear(&at(&format!("self_attn.{part}_proj")), out, D, None);
+                }
+                for part in ["q", "k"] {
+                    draw.add(at(&format!("self_attn.{part}_norm.weight")), &[HEAD], 1.0, 0.3);
+                }
+                let places: Vec<String> = match i {
+                    1 => vec!["mlp".to_owned()],
+                    _ => (0..4).map(|expert| format!("mlp.experts.{expert}")).collect(),
+                };
+                for place in places {
+                    for (part, out, width) in [("gate", INNER, D), ("up", INNER, D), ("down", D, INNER)] {
+                        draw.linear(&at(&format!("{place}.{part}_proj")), out, width, None);
+                    }
+                }
+                if i != 1 {
+                    draw.linear(&at("mlp.gate"), 4, D, None);
+                }
+                norm(&mut draw, at("input_layernorm"), false);
+                norm(&mut draw, at("post_attention_layernorm"), false);
+            }
+            let config = json!({"model_type": "qwen3_moe", "hidden_size": D, "num_hidden_layers": LAYERS,
+                "num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD, "rope_theta": 100.0,
+                "rms_norm_eps": 1e-2, "hidden_act": "silu", "max_position_embeddings": TOKENS, "num_experts_per_tok": 2,
+                "norm_topk_prob": true});
+            (config, draw.tensors, qwen3_moe)
+        }
         "gpt2" => {
             draw.add("transformer.wte.weight", &[256, D], 0.0, 0.2);
             draw.add("transformer.wpe.weight", &[TOKENS, D], 0.0, 0.2);
@@ -260,7 +341,7 @@ fn far(a: &[f32], b: &Rows) -> f64 {
 
 #[test]
 fn every_layer_reads_what_the_layers_below_it_made() {
-    for name in ["llama", "gpt2", "bert"] {
+    for name in ["llama", "qwen3_moe", "gpt2", "bert"] {
         let folder = tempfile::tempdir().unwrap();
         let (config, tensors, plain) = family(name);
         write_checkpoint(folder.path(), &config, &tensors, Dtype::BF16, 2);

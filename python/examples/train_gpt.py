@@ -3,14 +3,16 @@
 
     python train_gpt.py --text DIR --policy geometry --log geometry.jsonl
     python train_gpt.py --text DIR --attention bf16 --log bf16.jsonl       # the control: no FP8
+    python train_gpt.py --text DIR --attention flash --only-layer 1        # one layer in the BF16 of bf16_attention.py
     python train_gpt.py --text DIR --size 1b --seq-len 4096 --batch 2 --steps 30 --attention fp8   # tokens a second, memory
     python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
     python train_gpt.py --table geometry.jsonl bf16.jsonl
     torchrun --nproc-per-node 8 -- train_gpt.py --text DIR --tp 2 --cp 2 --save DIR2     # and --load DIR2 with any other number
 
 The model reads bytes; `--size` names its dimensions, `--width`, `--layers`, `--heads` and `--kv-heads` change them. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
-and runs in the package's kernels, forward and backward; `--attention bf16` is the control, PyTorch's own. `--compile` compiles
-the model. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
+and runs in the package's kernels, forward and backward; `--attention bf16` is the control, PyTorch's own; `flash` and `shifted`
+are those of `bf16_attention.py`, with `--only-layer N` in one layer alone and PyTorch's standard attention, which keeps the matrix of
+weights, in the others. `--compile` compiles the model. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
 for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
 (`--resume 300:state` keeps it).
 `--profile FILE` writes what the GPU did in five steps after the warm-up, by kernel, and the time that the host took
@@ -32,6 +34,7 @@ import pathlib
 import sys
 import time
 
+import bf16_attention
 import torch
 import torch.nn.functional as F
 from sharding import Ranks, clip
@@ -62,6 +65,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * self.d, width, bias=not llama)
         # The plan of FP8 attention, and the process group that shares the sequence.
         self.plan = self.context = None
+        # Without a plan: attention of q, k and v by head.
+        self.causal = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         # Whether FP8 attention turns q and k in its cast, and how it computes dQ.
         self.turns, self.gradients = False, None
         # Where a list: takes q, k, v and the output of the last forward.
@@ -86,7 +91,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         if self.plan is None:
             heads_first = (y.transpose(1, 2) for y in (q, k, v))
-            y = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+            y = self.causal(*heads_first).transpose(1, 2)
         elif self.context is not None:
             y = fp8.ring_attention(q, k, v, self.plan, self.context)
         else:
@@ -206,6 +211,19 @@ def attach(model, policy, group=None, bound=None, rope_in_cast=False, estimator=
     for block, plan in zip(model.blocks, runtime.layers):
         block.attention.plan, block.attention.turns, block.attention.gradients = plan, rope_in_cast, gradients
     return runtime
+
+
+def standard(q, k, v):
+    """PyTorch's attention that keeps the matrix of weights."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def substitute(model, attention, only):
+    """The attention of `bf16_attention.py` in all layers, or in one with the standard attention in the others."""
+    for index, block in enumerate(model.blocks):
+        here = only is None or index == only
+        block.attention.causal = functools.partial(bf16_attention.flash, shifted=attention == "shifted") if here else standard
 
 
 class Watch:
@@ -441,6 +459,10 @@ def train(args):
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     with device:
         model = Gpt(args.style, args.seq_len, **size)
+    if args.attention in ("flash", "shifted"):
+        if args.only_layer is not None and args.only_layer >= len(model.blocks):
+            sys.exit(f"--only-layer {args.only_layer}: the model has layers 0 to {len(model.blocks) - 1}")
+        substitute(model, args.attention, args.only_layer)
     parameters = sum(p.numel() for p in model.parameters())
     ranks.shard(model, args.load)
     bound = "worst-case" if args.monitor else None
@@ -580,7 +602,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", metavar="DIR", help="folder of text to train on")
     parser.add_argument("--policy", default="geometry", choices=["bf16", *fp8.POLICIES])
-    parser.add_argument("--attention", default="fp8", choices=["fp8", "bf16"], help="bf16: as --policy bf16")
+    parser.add_argument(
+        "--attention", default="fp8", choices=["fp8", "bf16", "flash", "shifted"], help="all but fp8: as --policy bf16"
+    )
+    parser.add_argument("--only-layer", type=int, metavar="N", help="flash or shifted in this layer, standard in the others")
     parser.add_argument(
         "--estimator", default="gram", choices=["gram", "power", "power-summed"], help="where norms of logit bounds come from"
     )
@@ -633,9 +658,11 @@ def main():
         parser.error("--text DIR is needed: any folder of text, source code will do")
     if args.logs:
         parser.error("logs are for --plot and --table")
-    if args.attention == "bf16":
+    if args.attention != "fp8":
         args.policy = "bf16"
-    del args.logs, args.plot, args.table, args.attention
+    if args.only_layer is not None and (args.attention not in ("flash", "shifted") or args.only_layer < 0):
+        parser.error("--only-layer N, from 0 on, is for --attention flash and shifted")
+    del args.logs, args.plot, args.table
     train(args)
     # A process group that is left to the end of the interpreter can abort it: its threads hold tensors.
     gc.collect()

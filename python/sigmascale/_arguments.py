@@ -45,6 +45,14 @@ def count(name, value):
     return whole(name, value, least=1)
 
 
+def counts(name, value):
+    """``value`` as a pair of such."""
+    pair = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(pair) != 2:
+        raise TypeError(f"{name} must be two integers, not {value!r}")
+    return count(name, pair[0]), count(name, pair[1])
+
+
 def share(name, value):
     """``value`` as a float above 0 and at most 1."""
     number = positive(name, value)

@@ -55,8 +55,11 @@ class Loaded:
             for role in ("v", "k", "q", "k_pe"):
                 if layer[role] is not None:
                     self._roles[layer[role]["name"]] = role, layer
-        self._held = {}
-        self._ranks = self._find_ranks()
+        # By linear layer: what was held, and what a pass has read.
+        self._held, self._now, self._found = {}, {}, {}
+        self.ranks = self._find_ranks()
+        # Made by the first pass: what scales are computed by, and the layers as it has them.
+        self._stream, self._needs = None, ()
 
     def _find_ranks(self):
         found = set()
@@ -73,6 +76,11 @@ class Loaded:
 
     def _linear(self, stem):
         """The linear layer that holds a projection."""
+        if stem not in self._found:
+            self._found[stem] = self._find_linear(stem)
+        return self._found[stem]
+
+    def _find_linear(self, stem):
         own = self._module(stem)
         if own is not None:
             return own
@@ -117,6 +125,11 @@ class Loaded:
 
         return settle
 
+    def kv_heads(self, module):
+        """KV heads of a layer on this rank."""
+        linear, layer = self._linear(self.layers[module]["k"]["name"]), self.layers[module]
+        return getattr(linear, "num_kv_heads", None) or layer["n_kv"] // self.ranks
+
     def has_key_bias(self):
         """Whether a layer here adds a constant to its keys."""
         return any(role == "k" and self._has(stem, "bias") for stem, (role, _) in self._roles.items())
@@ -129,19 +142,35 @@ class Loaded:
         ``centers``: those to keep, as the JSON of the native module has them. With an empty list layers say what centers their
         weights give; with None they need not.
         """
+        self._now.clear()
         fp8, block = self._stored()
-        stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-        config = self._config | stored if fp8 else self._config
         kinds = ("weight", "bias")
         names = [f"{self._prefix}{stem}.{kind}" for stem in self._roles for kind in kinds if self._has(stem, kind)]
         # Centers are computed on the host.
-        stream = ScaleStream(config, names=names, ranks=self._ranks, host=centers is not None)
-        stream._native.keep_centers(json.dumps(centers or []))
-        layers = json.loads(stream._native.places())["layers"]
+        options = fp8, block, names, centers is not None
+        if self._stream is None or self._stream[1:] != options:
+            stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+            config = self._config | stored if fp8 else self._config
+            stream = ScaleStream(config, names=names, ranks=self.ranks, host=centers is not None)
+            stream._in_place = True
+            self._stream, self._needs = (stream, *options), json.loads(stream._native.places())["layers"]
+        stream = self._stream[0]
+        try:
+            return self._pass(stream, touched, centers or [])
+        except Exception:
+            # The next pass begins anew.
+            self._stream = None
+            raise
+        finally:
+            self._now.clear()
+
+    def _pass(self, stream, touched, centers):
+        stream._native.keep_centers(json.dumps(centers))
+        stream._layers.clear()
         due = lambda layer: touched is None or not touched.isdisjoint(_numbers(layer))
         here = {layer["number"] for layer in self.layers.values() if due(layer)}
         sent = set()
-        for layer in (layer for layer in layers if layer["number"] in here):
+        for layer in (layer for layer in self._needs if layer["number"] in here):
             try:
                 tensors = [pair for names in layer["needs"] if sent.isdisjoint(names) for pair in self._find(names, layer)]
             except _Repacked:
@@ -149,9 +178,14 @@ class Loaded:
             sent.update(name for names in layer["needs"] for name in names)
             for name, tensor in tensors:
                 stream.push(self._prefix + name, tensor)
-        self._held.clear()
         found = stream.layers
+        # Layers whose weights are not here may wait for some that are: there is no end of the pass to ask for.
+        stream._restart()
         return {module: found[layer["number"]] for module, layer in self.layers.items() if layer["number"] in found}
+
+    def release(self):
+        """Lets go of the copies that are held."""
+        self._held.clear()
 
     def _stored(self):
         """Whether some weights are E4M3, and the block that shares a scale."""
@@ -176,10 +210,13 @@ class Loaded:
 
     def _read(self, linear):
         """What was loaded into a linear layer; nothing where the engine has it in a form of its own."""
-        if linear in self._held:
-            return self._held[linear]
-        parts = _parts(linear)
-        return parts if _is_plain(linear) and _is_whole(linear, parts.get("weight")) else {}
+        if linear not in self._now:
+            parts = self._held.get(linear)
+            if parts is None:
+                parts = _parts(linear)
+                parts = parts if _is_plain(linear) and _is_whole(linear, parts.get("weight")) else {}
+            self._now[linear] = parts
+        return self._now[linear]
 
     def _has(self, stem, kind):
         try:
@@ -400,23 +437,26 @@ def _of(error):
 
 
 class Followed:
-    """A model of an engine whose scales follow its weights. ``fill`` sets those of one attention module; ``log`` has ``info`` and
+    """A model of an engine whose scales follow its weights. ``fill`` sets those of attention modules, by module; ``log`` has ``info`` and
     ``error``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
 
     ``center`` is how keys may be centered: ``"off"``; ``"auto"`` or ``"weights"``, as :func:`center_mode` has them; or why they
     must not be. ``fill`` then finds ``center`` in a layer, a row for each KV head or None, and its scales are those of what is left. The
-    first centers stay for the life of the engine, whatever weights come: entries of its cache have them. ``context``: the longest
-    sequence, which their bounds must cover.
+    first centers stay for the life of the engine, whatever weights come: entries of its cache have them, and ``center_hash`` names
+    those of all heads. ``context``: the longest sequence, which their bounds must cover. ``gather`` gives the objects of all ranks
+    that share out the heads, in order, for one of this rank's: which layers are centered is one decision.
     """
 
-    def __init__(self, model, config, attention, fill, log, kept, center="off", context=0):
+    def __init__(self, model, config, attention, fill, log, kept, center="off", context=0, gather=None):
         self.name, self.modules = type(model).__name__, list(attention.values())
         self._fill, self._log, self._kept, self._said = fill, log, kept, set()
         self.values = {}
         # By module: None until the first weights are there.
         self._center, self._context, self.centers = center, context, {} if center == "off" else None
+        self.center_hash, self._gather, self._ranks = None, gather, 1
         try:
             self._loaded = Loaded(model, config, attention)
+            self._ranks = self._loaded.ranks
             if not self._loaded.has_key_bias():
                 self.centers = {}
             for linear in self._loaded.linears():
@@ -472,32 +512,27 @@ class Followed:
     def restore(self, *modules):
         """Sets the known scales again."""
         try:
-            for module in modules:
-                if module in self.values:
-                    self._fill(module, self.values[module])
+            known = {module: self.values[module] for module in modules if module in self.values}
+            if known:
+                self._fill(known)
         except Exception as error:
             self.leave(_of(error))
 
     def refresh(self, touched=None):
         """Computes the scales of the weights that are loaded now, and sets them; ``touched`` as in :meth:`Loaded.scales`."""
+        scales, reason = self._scales(touched)
+        if self.centers is None:
+            # Ranks that have no scales, too: the others wait for them.
+            self.centers = self._choose({} if reason else scales)
+            if any(center["k"] is not None and "centered" not in scales[module] for module, center in self.centers.items()):
+                # Heads of other ranks are centered in a layer where none of this rank's is.
+                scales, reason = self._scales(touched)
         if self._loaded is None:
             return
-        try:
-            with torch.no_grad():
-                kept = None if self.centers == {} else list((self.centers or {}).values())
-                scales = self._loaded.scales(touched, centers=kept)
-        except Exception as error:
-            self.leave(_of(error))
+        self._loaded.release()
+        if reason:
+            self.leave(reason)
             return
-        if any(layer["v"] is None for layer in scales.values()):
-            self.leave("its values have no bound: no norm precedes their projection")
-            return
-        missing = 0 if self.values else len(self.modules) - len(scales)
-        if missing:
-            self.leave(f"{missing} layers have weights in a form that is not read")
-            return
-        if self.centers is None:
-            self.centers = self._choose(scales)
         if self.centers:
             scales = {module: _around(layer) for module, layer in scales.items()}
         changed = {module: layer for module, layer in scales.items() if layer != self.values.get(module)}
@@ -526,28 +561,74 @@ class Followed:
             ranges = describe(list(self.values.values()))
             self._log.info("Sigmascale: FP8 attention scales of %s, %s: %s", self.name, what, ranges)
 
+    def _scales(self, touched):
+        """Those of the weights that are loaded, and why there are none."""
+        if self._loaded is None:
+            return {}, None
+        try:
+            with torch.no_grad():
+                kept = None if self.centers == {} else list((self.centers or {}).values())
+                scales = self._loaded.scales(touched, centers=kept)
+        except Exception as error:
+            return {}, _of(error)
+        if any(layer["v"] is None for layer in scales.values()):
+            return {}, "its values have no bound: no norm precedes their projection"
+        missing = 0 if self.values else len(self.modules) - len(scales)
+        return scales, f"{missing} layers have weights in a form that is not read" if missing else None
+
     def _choose(self, scales):
         """The centers of a model's first weights, by module; none where they gain nothing, or must not be."""
-        found = {module: layer["centered"] for module, layer in scales.items() if "centered" in layer}
-        share = max((share for own in found.values() for share in own["bias_share"]), default=0.0)
-        if not found or (self._center != "weights" and share < _LEAST_BIAS):
+        found = {self._loaded.indices[module]: layer["centered"] for module, layer in scales.items() if "centered" in layer}
+        everyone = [found] if self._ranks == 1 or self._gather is None else self._gather(found)
+        layers = sorted({index for rank in everyone for index in rank})
+        every = [own for rank in everyone for own in rank.values()]
+        share = max((share for own in every for share in own["bias_share"]), default=0.0)
+        if not every or (self._center != "weights" and share < _LEAST_BIAS):
             return {}
-        positions = min((own["positions"] for own in found.values() if own["positions"] is not None), default=self._context)
+        positions = min((own["positions"] for own in every if own["positions"] is not None), default=self._context)
         reason = None if self._center in _CENTERS else self._center
         if positions < self._context:
             reason = f"their bounds hold up to position {positions}, and the engine takes sequences of {self._context}"
+        elif len(everyone) not in (1, self._ranks):
+            reason = f"their heads are shared out over {self._ranks} of {len(everyone)} ranks"
         if reason:
             self._log.info("Sigmascale: keys of %s are not centered: %s", self.name, reason)
             return {}
-        none = lambda module: {"layer": self._loaded.indices[module], "k": None, "v": None}
-        centers = {module: found[module]["center"] if module in found else none(module) for module in self.modules}
+        if not scales:
+            return {}
+        whole = [self._of_all(everyone, index) for index in layers]
+        self.center_hash = _native.center_hash(json.dumps(whole))
         self._log.info(
             "Sigmascale: %s caches keys without the constant part that their biases give, in %d of %d layers: it has up to %.0f %% of the "
             "bound of k (centers %s; SIGMASCALE_CENTER=off leaves it there)",
             self.name,
-            len(found),
-            len(centers),
+            len(layers),
+            len(self.modules),
             100 * share,
-            _native.center_hash(json.dumps(list(centers.values()))),
+            self.center_hash,
         )
+        centers = {}
+        for module in self.modules:
+            index = self._loaded.indices[module]
+            own = found[index]["center"] if index in found else {"layer": index, "k": None, "v": None}
+            if index in layers and own["k"] is None:
+                own = own | {"k": [[0.0] * self._loaded.layers[module]["d_head"]] * self._loaded.kv_heads(module)}
+            centers[module] = own
         return centers
+
+    def _of_all(self, everyone, index):
+        """The center of a layer with the heads of all ranks."""
+        module = next(module for module, own in self._loaded.indices.items() if own == index)
+        own, total = self._loaded.kv_heads(module), self._loaded.layers[module]["n_kv"]
+        zeros = [[0.0] * self._loaded.layers[module]["d_head"]] * own
+        # Where there are more ranks than heads, ranks next to each other have the same.
+        step = max(1, own * len(everyone) // total)
+        rows = [rank[index]["center"]["k"] if index in rank else zeros for rank in everyone[::step]]
+        return {"layer": index, "k": [row for rank in rows for row in rank], "v": None}
+
+
+def centered(key, center):
+    """Keys without their center, in the engine's type. In f32, so that the difference is rounded once."""
+    if key.dtype.itemsize == 1:
+        raise UnsupportedError("keys come to attention in FP8, so that no center can be subtracted: set SIGMASCALE_CENTER=off")
+    return (key.view(-1, *center.shape) - center).to(key.dtype)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from . import _native
-from ._arguments import count, flag, optional, real, text, whole
+from ._arguments import count, counts, flag, optional, real, text, whole
 from ._errors import ArgumentError
 from ._parameters import AutoC, DelayedPaper, DelayedTe, named
 from ._results import Inspection, Profile, StressRun
@@ -35,6 +35,7 @@ _OPTIONS = {
     "bound": ("worst-case", text),
     "granularity": ("head", text),
     "estimator": ("gram", text),
+    "iterations": (5, count),
     "as_paper": (False, flag),
     "soft_cap": (False, flag),
     "c": (None, optional(real)),
@@ -134,7 +135,7 @@ def calibrate(model: Model, *, weights: Weights = None, **options: Unpack[Calibr
     - ``bound``: ``worst-case``, ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
     - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
     - ``granularity``: a scale per ``head``, or one per ``layer``. ``estimator``: ``gram`` (exact), ``power`` (power iteration
-      of each head) or ``power-summed`` (of the sum over a layer's heads).
+      of each head) or ``power-summed`` (of the sum over a layer's heads). ``iterations`` (5): those of the last two.
     - ``as_paper``: compute everything as the paper does; ``c`` then replaces c_star.
     - ``soft_cap``: count the model's soft-cap of the logits, for an attention that applies it. transformers' default (SDPA) does not,
       so without this the logit bounds hold either way.
@@ -169,6 +170,7 @@ def stress(
     device: Literal["cpu", "cuda"] = "cpu",
     trace: Path | None = None,
     estimator: Literal["gram", "power", "power-summed"] = "gram",
+    iterations: tuple[int, int] = (5, 1),
 ) -> StressRun:
     """Run scaling policies side by side through a change of the weights. Returns the JSON of ``sigmascale stress`` as a dict.
 
@@ -176,7 +178,8 @@ def stress(
     is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. ``mode`` is what is
     cast to E4M3: ``logit`` as in the paper, or ``operands`` as in fused kernels. ``resume`` and ``lr-spike`` train their model,
     ``tiny-llama-train`` or ``tiny-gpt2-train``; the other scenarios train it first and load its weights. ``estimator`` says where
-    norms come from, for the policies that plan from bounds: see :func:`calibrate`.
+    norms come from, for the policies that plan from bounds: see :func:`calibrate`. ``iterations``: of a power iteration, in the
+    first step and in each later one.
 
     ``policies``: names (one str may list several, with commas), and :class:`AutoC`, :class:`DelayedPaper` or
     :class:`DelayedTe` for other parameters than the defaults; by default all six. ``auto-c`` with the default burn-in ends it
@@ -199,6 +202,7 @@ def stress(
         "device": text("device", device),
         "trace": file("trace", trace),
         "estimator": text("estimator", estimator),
+        "iterations": counts("iterations", iterations),
     }
     return StressRun._of(_native.stress(text("scenario", scenario), arguments))
 

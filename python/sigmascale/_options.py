@@ -38,6 +38,7 @@ class Calibration(TypedDict, total=False):
     bound: Literal["worst-case", "rank-aware", "spectrum"]
     granularity: Literal["head", "layer"]
     estimator: Literal["gram", "power", "power-summed"]
+    iterations: int
     as_paper: bool
     soft_cap: bool
     c: float | None

@@ -58,6 +58,8 @@ def verify(
     context: int | None = None,
     skip_layers: Iterable[int | str] = (),
     kv: Literal["fp8", "nvfp4", "nvfp4_4over6"] = "fp8",
+    tokens: Path | None = None,
+    seq_len: int | None = None,
 ) -> Audit:
     """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
@@ -66,10 +68,21 @@ def verify(
     ``context`` is the longest sequence of the server, else that of the config. ``skip_layers`` are kept out of the FP8
     cache, as vLLM's ``--kv-cache-dtype-skip-layers`` takes them: numbers of layers, or ``sliding_window``. ``kv`` is the
     type of the cache: NVFP4, which vLLM alone has, holds 6 or 4 times as much under the same scale.
+
+    ``tokens``: a file whose text (or token ids, in a file that ends in ``.json``) runs through the model's own forward on
+    the CPU, in sequences of ``seq_len`` tokens (256, or what the text has). ``observed`` then holds the largest \|q\|,
+    \|k\| and \|v\| of each layer, which show how far below the bounds this text stays. For families that
+    :func:`stress` runs text through.
     """
     engine = None if engine is None else text("engine", engine)
     options = (*_options(context, skip_layers), text("kv", kv))
-    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *options))
+    if tokens is None and seq_len is not None:
+        raise ArgumentError("seq_len is the length of a sequence of tokens: pass tokens, a file")
+    text_of = (
+        None if tokens is None else _path("tokens", tokens),
+        None if seq_len is None else whole("seq_len", seq_len, least=1),
+    )
+    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine, *options, *text_of))
     if others:
         first["others"] = others
     return first
@@ -143,6 +156,8 @@ class ScaleStream:
         self._native = _native.ScaleStream(self._config, self._file, [str(name) for name in names], ranks)
         self._host = flag("host", host) or ranks > 1
         self._device, self._started = None, False
+        # Whether weights stay until their scales are read, as those of a serving engine do.
+        self._in_place = False
         self._layers: dict[int, dict[str, Any]] = {}
 
     @property
@@ -183,7 +198,7 @@ class ScaleStream:
         elif self._device is None or self._device.device != tensor.device:
             from .torch._stream import DeviceStream
 
-            self._device = DeviceStream(self._native, self._config, self._file, tensor.device)
+            self._device = DeviceStream(self._native, self._config, self._file, tensor.device, self._in_place)
         if self._device is not None:
             self._device.begin()
 

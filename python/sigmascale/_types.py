@@ -119,6 +119,7 @@ class Method(TypedDict):
 
     bound: Literal["worst-case", "rank-aware", "spectrum"] | None
     estimator: Literal["gram", "power", "power-summed"]
+    iterations: NotRequired[int]
     rotation: bool
     granularity: Granularity
     as_paper: bool
@@ -448,6 +449,24 @@ class AuditEntry(TypedDict):
     factor: float | None
     stored: float | None
     why: str
+
+
+class LayerMaxima(TypedDict):
+    """The largest values of q, k and v that a text reached in one layer."""
+
+    layer: int
+    q: float
+    k: float
+    v: float
+
+
+class Observed(TypedDict):
+    """What a text reached in a model's own forward."""
+
+    tokens: Tokens
+    sequences: int
+    seq_len: int
+    layers: list[LayerMaxima]
 
 
 class LayerAudit(TypedDict):

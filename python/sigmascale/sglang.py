@@ -5,12 +5,15 @@ the scales of k and v are computed from the weights of each rank after every loa
 attention SGLang builds without scales, too. q is cast at 1.0: a warning names layers whose bound exceeds 448. Latent
 attention is not changed: its cache is written without a scale. A model whose scales cannot be computed is served with 1.0, and an
 error is logged; ``SIGMASCALE_PLUGIN=strict`` stops the engine instead, and ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
+
+Keys with a large bias are cached without its mean over positions, as in vLLM; ``SIGMASCALE_CENTER=off`` leaves keys as they are.
 """
 
 import logging
 import weakref
 
 from . import _loaded
+from ._errors import UnsupportedError
 from ._loaded import Followed, up_to_bf16
 from .rl import write
 
@@ -24,6 +27,7 @@ def register():
 
 
 def _hook():
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_loader import loader
 
     initialize = loader._initialize_model
@@ -45,6 +49,7 @@ def _hook():
         return result
 
     loader.DefaultModelLoader.postprocess_weights = staticmethod(processed)
+    RadixAttention._sigmascale_center = None
 
 
 def refresh(model):
@@ -71,7 +76,15 @@ def _follow(model, model_config):
         return
     # All but FlashAttention-3 read the host's floats, and a captured graph keeps a copy of them.
     kept = not arguments.disable_cuda_graph and arguments.attention_backend != "fa3"
-    followed = Followed(model, model_config.hf_config, attention, _fill, _LOG, kept)
+
+    def fill(layers):
+        _fill(layers)
+        for module, layer in layers.items():
+            if "center" in layer:
+                _center(module, layer["center"])
+
+    may = _may_center(arguments, attention)
+    followed = Followed(model, model_config.hf_config, attention, fill, _LOG, kept, may, model_config.context_len, _gather)
     if any(name.rpartition(".")[2] in ("attn_mqa", "attn_mha") for name in attention):
         followed.leave("SGLang writes the cache of latent attention without a scale")
     elif arguments.enable_lora:
@@ -80,26 +93,92 @@ def _follow(model, model_config):
     followed.follow_loading(model, lambda: False)
 
 
-def _fill(module, layer):
-    """Sets the scales of k and v of one attention module, and the floats next to them."""
+def _gather(own):
+    """What each rank that has a part of the heads passes, in order."""
+    import torch
+    from sglang.srt.distributed import parallel_state
+
+    # With data-parallel attention a part of the tensor-parallel ranks.
+    group = getattr(parallel_state, "get_attn_tp_group", parallel_state.get_tp_group)()
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found
+
+
+def _may_center(arguments, attention):
+    """How keys may be centered: what ``SIGMASCALE_CENTER`` asks for, or why they must not be."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    asked = _loaded.center_mode()
+    modules = attention.values()
+    if asked == "off":
+        return asked
+    if any(type(module).forward not in (RadixAttention.forward, _centered) for module in modules):
+        return "its attention modules have a forward of their own"
+    if len({module.layer_id for module in modules}) < len(attention):
+        return "layers share caches"
+    shared = {"disaggregation_mode": "null", "hicache_storage_backend": None, "enable_lmcache": False}
+    used = [name for name, unused in shared.items() if getattr(arguments, name, unused) not in (unused, None)]
+    if used and asked != "weights":
+        return (
+            f"engines that share a cache need the same centers, which SGLang does not compare ({used[0]} is set). "
+            "SIGMASCALE_CENTER=weights centers them: set it where all engines serve the same checkpoint"
+        )
+    return asked
+
+
+def _center(module, rows):
+    """Sets what is subtracted from keys in place, so that captured graphs read it. A layer that has none subtracts zeros."""
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    global _forward
+    rows = rows or [[0.0] * module.qk_head_dim] * module.tp_k_head_num
+    if module._sigmascale_center is not None:
+        write([(module._sigmascale_center, [value for row in rows for value in row])])
+        return
+    if _forward is None:
+        _forward, RadixAttention.forward = RadixAttention.forward, _centered
+    # Written again after a reload, in whatever mode that is.
+    with torch.inference_mode(False):
+        module._sigmascale_center = torch.tensor(rows, dtype=torch.float32, device=_device(module))
+
+
+_forward = None
+
+
+def _centered(self, q, k, v, forward_batch, save_kv_cache=True, *args, **kwargs):
+    center = self._sigmascale_center
+    if center is not None and k is not None:
+        if not save_kv_cache:
+            raise UnsupportedError("keys are cached before attention, with no center subtracted: set SIGMASCALE_CENTER=off")
+        k = _loaded.centered(k, center)
+    return _forward(self, q, k, v, forward_batch, save_kv_cache, *args, **kwargs)
+
+
+def _fill(layers):
+    """Sets the scales of k and v of attention modules, and the floats next to them."""
     import torch
 
-    for operand in "kv":
-        value = up_to_bf16(max(layer[operand]))
-        scale = getattr(module, f"{operand}_scale")
-        if isinstance(scale, torch.Tensor):
-            write(scale.data, value)
-        else:
-            # Written again after a reload, in whatever mode that is.
-            with torch.inference_mode(False):
-                setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
-        setattr(module, f"{operand}_scale_float", value)
-    if max(layer["q"]) > 1.0:
-        _LOG.warning(
-            "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
-            layer["layer"],
-            max(layer["q"]),
-        )
+    pairs = []
+    for module, layer in layers.items():
+        for operand in "kv":
+            value = up_to_bf16(max(layer[operand]))
+            scale = getattr(module, f"{operand}_scale")
+            if isinstance(scale, torch.Tensor):
+                pairs.append((scale.data, value))
+            else:
+                # Written again after a reload, in whatever mode that is.
+                with torch.inference_mode(False):
+                    setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
+            setattr(module, f"{operand}_scale_float", value)
+        if max(layer["q"]) > 1.0:
+            _LOG.warning(
+                "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
+                layer["layer"],
+                max(layer["q"]),
+            )
+    write(pairs)
 
 
 def _device(module):

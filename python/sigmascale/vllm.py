@@ -10,17 +10,21 @@ not see it, and FP8 rounds what is left. ``SIGMASCALE_CENTER=off`` leaves keys a
 
 """
 
+import hashlib
 import logging
 import sys
 import weakref
 
 from . import _loaded
-from ._errors import UnsupportedError
 from ._loaded import Followed, up_to_bf16
 from .rl import write
 
 _FP8 = ("fp8", "fp8_e4m3")
 _MODELS = weakref.WeakSet()
+# Of the centers in the caches of this process's models, or of its workers' models.
+_HASHES: set[str] = set()
+# Connectors that compare keys which have them, or whose entries are named by such keys.
+_SALTED = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "OffloadingConnector")
 
 
 def register():
@@ -45,6 +49,59 @@ def _hook():
     for kind in (Attention, MLAAttention):
         kind.process_weights_after_loading = _after_processing(kind.process_weights_after_loading)
     Attention._sigmascale_center = None
+    _salt_blocks()
+
+
+def _salt(key):
+    """A key of cache entries that holds for these centers alone."""
+    return key if not _HASHES else hashlib.sha256("/".join([key, *sorted(_HASHES)]).encode()).hexdigest()
+
+
+def _salt_blocks():
+    """Puts the centers into the seed of block hashes, which name the entries of shared stores and which peers compare."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.core import EngineCore
+
+    seed, initialize = getattr(kv_cache_utils, "resolve_none_hash_seed", None), EngineCore._initialize_kv_caches
+    if seed is None:
+        return
+    kv_cache_utils.resolve_none_hash_seed = lambda *args: _salt(seed(*args))
+
+    def initialized(self, config, *args, **kwargs):
+        result = initialize(self, config, *args, **kwargs)
+        if config.kv_transfer_config is not None:
+            # Workers have processes of their own.
+            _HASHES.update(*self.model_executor.collective_rpc(_hashes))
+        return result
+
+    EngineCore._initialize_kv_caches = initialized
+
+
+def _hashes(worker):
+    return sorted(_HASHES)
+
+
+def _salt_transfers(connector):
+    """Puts the centers into what a connector compares before it reads the cache of another engine. Whether it does."""
+    from vllm.v1.core import kv_cache_utils
+
+    if connector == "OffloadingConnector":
+        return hasattr(kv_cache_utils, "resolve_none_hash_seed")
+    if connector not in _SALTED:
+        return False
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+    except ImportError:
+        return False
+    compute = base_worker.compute_nixl_compatibility_hash
+    if not hasattr(compute, "_sigmascale"):
+
+        def salted(*args, **kwargs):
+            return _salt(compute(*args, **kwargs))
+
+        salted._sigmascale = True
+        base_worker.compute_nixl_compatibility_hash = salted
+    return True
 
 
 def refresh(model):
@@ -97,13 +154,15 @@ def _follow(model):
     kept = copies and not config.model_config.enforce_eager
     log = init_logger("vllm.plugins.sigmascale")
 
-    def fill(module, layer):
-        _fill(module, layer)
-        if "center" in layer:
-            _center(module, layer["center"], config)
+    def fill(layers):
+        _fill(layers)
+        for module, layer in layers.items():
+            if "center" in layer:
+                _HASHES.add(followed.center_hash)
+                _center(module, layer["center"], config)
 
-    context = config.model_config.max_model_len
-    followed = Followed(model, config.model_config.hf_config, attention, fill, log, kept, _may_center(config, attention), context)
+    may, context = _may_center(config, attention), config.model_config.max_model_len
+    followed = Followed(model, config.model_config.hf_config, attention, fill, log, kept, may, context, _gather)
     reason = _reason(config, attention)
     if reason:
         followed.leave(reason)
@@ -114,6 +173,17 @@ def _follow(model):
         # In a reload layer by layer, processing comes later.
         followed.follow_loading(model, lambda: any(module._k_scale.is_meta for module in followed.modules))
     _hook_waking()
+
+
+def _gather(own):
+    """What each tensor-parallel rank passes, in order."""
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found
 
 
 def _reason(config, attention):
@@ -146,10 +216,11 @@ def _may_center(config, attention):
         return "its softmax has sinks"
     if not isinstance(config.additional_config, dict):
         return "additional_config is no dict, so that the key of compiled code cannot name them"
-    if config.kv_transfer_config is not None and asked != "weights":
+    transfer = config.kv_transfer_config
+    if transfer is not None and not _salt_transfers(transfer.kv_connector) and asked != "weights":
         return (
-            "engines that share a cache need the same centers, which no connector checks. SIGMASCALE_CENTER=weights centers them: set it "
-            "where all engines serve the same checkpoint"
+            f"engines that share a cache need the same centers, which {transfer.kv_connector} does not check. SIGMASCALE_CENTER=weights "
+            "centers them: set it where all engines serve the same checkpoint"
         )
     return asked
 
@@ -164,7 +235,7 @@ def _center(module, rows, config):
     global _forward
     rows = rows or [[0.0] * module.head_size] * module.num_kv_heads
     if module._sigmascale_center is not None:
-        write(module._sigmascale_center, [value for row in rows for value in row])
+        write([(module._sigmascale_center, [value for row in rows for value in row])])
         return
     if _forward is None:
         _forward, Attention.forward = Attention.forward, _centered
@@ -181,10 +252,7 @@ _forward = None
 def _centered(self, query, key, value, *args, **kwargs):
     center = self._sigmascale_center
     if center is not None and key is not None:
-        if key.dtype.itemsize == 1:
-            raise UnsupportedError("keys come to attention in FP8, so that no center can be subtracted: set SIGMASCALE_CENTER=off")
-        # In f32, so that the difference is rounded once.
-        key = (key.view(-1, *center.shape) - center).to(key.dtype)
+        key = _loaded.centered(key, center)
     return _forward(self, query, key, value, *args, **kwargs)
 
 
@@ -209,21 +277,23 @@ def _hook_waking():
         setattr(owner, name, woken)
 
 
-def _fill(module, layer):
-    """Sets the scales of one attention module in place; addresses stay, so that captured graphs read them."""
+def _fill(layers):
+    """Sets the scales of attention modules in place; addresses stay, so that captured graphs read them."""
     from vllm.platforms import current_platform
 
     # E4M3 without negative zero ends at 240: vLLM doubles what it reads, too.
-    factor = 2.0 if current_platform.is_fp8_fnuz() else 1.0
-    for operand in "qkv":
-        buffer, row = getattr(module, f"_{operand}_scale"), [up_to_bf16(value) * factor for value in layer[operand]]
-        value = max(row)
-        write(buffer, value if buffer.numel() == 1 else row)
-        setattr(module, f"_{operand}_scale_float", value)
-        host = getattr(module, f"_{operand}_scale_cpu", None)
-        if host is not None:
-            write(host, value)
-    for product in ("bmm1_scale", "bmm2_scale"):
-        if getattr(module.impl, product, None) is not None:
-            # Multiplied again at the next call.
-            setattr(module.impl, product, None)
+    factor, pairs = 2.0 if current_platform.is_fp8_fnuz() else 1.0, []
+    for module, layer in layers.items():
+        for operand in "qkv":
+            buffer, row = getattr(module, f"_{operand}_scale"), [up_to_bf16(value) * factor for value in layer[operand]]
+            value = max(row)
+            pairs.append((buffer, value if buffer.numel() == 1 else row))
+            setattr(module, f"_{operand}_scale_float", value)
+            host = getattr(module, f"_{operand}_scale_cpu", None)
+            if host is not None:
+                pairs.append((host, value))
+        for product in ("bmm1_scale", "bmm2_scale"):
+            if getattr(module.impl, product, None) is not None:
+                # Multiplied again at the next call.
+                setattr(module.impl, product, None)
+    write(pairs)

@@ -319,7 +319,9 @@ impl Call {
         let rows = match self.terms.keeps()? {
             Keeps::Nothing | Keeps::Operands => SavedRows::Nothing,
             Keeps::Fp8Dq => SavedRows::RowMax(Self::given("row_max", &self.row_max)?.view("row_max")?),
-            Keeps::UnroundedDelta => SavedRows::Residual(Self::given("residual", &self.residual)?.view_as("residual", Element::U8)?),
+            Keeps::UnroundedDelta => {
+                SavedRows::Residual(Self::given("residual", &self.residual)?.view_as("residual", Element::U8)?)
+            }
         };
         Ok(Some(SavedOperands { q: q.view("saved q")?, k: k.view("saved k")?, v: v.view("saved v")?, rows }))
     }

@@ -14,7 +14,9 @@ use sigmascale::model::{
 };
 use sigmascale::plan::{Granularity, OperandDescales, ScalePlan};
 use sigmascale::policy::{Policy, PolicyConfig, PolicyShape, PolicyState, ScaledTensor, Slack};
-use sigmascale::spectral::{Estimator, GramEngine, SpectralEngine, from_estimates, iterate_heads, iterate_sum};
+use sigmascale::spectral::{
+    Estimator, GramEngine, SpectralEngine, attention_factor, from_estimates, iterate_heads, iterate_sum,
+};
 use sigmascale::stats::{StepStats, StepWords, stats_words};
 use sigmascale::tensor::{Dtype, MatrixView};
 use sigmascale::{Descale, Error, Result};
@@ -59,9 +61,10 @@ pub fn host_scales(
 type Estimates = (Vec<f32>, Vec<f32>, Vec<f32>, Vec<f32>);
 
 /// The same with norms from `count` iterations of power iteration, of `vectors` as the device has them: bounds of logits always.
-/// `cover`: the failure probability of a head with which sigma is covered.
+/// `cover`: the failure probability of a head with which sigma is covered. `sums`: estimates of the layers' sums that ranks have
+/// made together, in place of iterations here.
 #[pyfunction]
-#[pyo3(signature = (layers, estimator, tail, q_heads, vectors, count, cover))]
+#[pyo3(signature = (layers, estimator, tail, q_heads, vectors, count, cover, sums=None))]
 #[allow(clippy::too_many_arguments)]
 pub fn host_estimates(
     py: Python<'_>,
@@ -72,11 +75,13 @@ pub fn host_estimates(
     mut vectors: Vec<f32>,
     count: usize,
     cover: Option<f64>,
+    sums: Option<Vec<f64>>,
 ) -> PyResult<Estimates> {
     beside(py, || {
         let estimator: Estimator = estimator.parse()?;
         let (mut heads, mut operands, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
         let mut rest = &mut vectors[..];
+        let mut sums = sums.map(Vec::into_iter);
         for layer in &layers {
             let shared = Tail { delta: tail.tail().delta * layer.n_q as f64 / q_heads as f64, ..tail.tail() };
             let owners = if estimator == Estimator::PowerSummed { layer.n_kv } else { layer.n_q };
@@ -85,7 +90,8 @@ pub fn host_estimates(
             };
             rest = others;
             let stored = Stored::read(layer)?;
-            let (bound, plan, sigma) = stored.estimated(layer, &shared, tail.eta, estimator, own, count, cover)?;
+            let sum = sums.as_mut().and_then(Iterator::next);
+            let (bound, plan, sigma) = stored.estimated(layer, &shared, tail.eta, estimator, own, count, cover, sum)?;
             heads.extend(row_of(&plan.operands, layer.n_kv));
             operands.extend(operand_row(&bound, layer.n_kv));
             for ((head, descale), sigma) in bound.heads.iter().zip(&plan.logit_descale).zip(sigma) {
@@ -271,11 +277,15 @@ impl Stored {
         vectors: &mut [f32],
         count: usize,
         cover: Option<f64>,
+        sum: Option<f64>,
     ) -> Result<(LayerBounds, ScalePlan, Vec<f64>)> {
         let spec = spec(std::slice::from_ref(layer));
         let geometry = LayerGeometry::new(&spec, self.weights(layer)?)?;
-        let mut sigma = match estimator {
-            Estimator::PowerSummed => vec![iterate_sum(&geometry, vectors, count)?; layer.n_q],
+        let mut sigma = match (estimator, sum) {
+            (Estimator::PowerSummed, sum) => {
+                let sum = sum.map_or_else(|| iterate_sum(&geometry, vectors, count), Ok)?;
+                vec![sum * attention_factor(&geometry).powi(2); layer.n_q]
+            }
             _ => iterate_heads(&geometry, vectors, count)?,
         };
         if let Some(p) = cover.filter(|_| estimator == Estimator::Power && layer.rotary == 0) {

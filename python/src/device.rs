@@ -7,7 +7,6 @@ use sigmascale::bound::HeadBound;
 use sigmascale::cuda::{self, Buffer, Device, DevicePtr, Stream};
 use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::model::{Forward, GainForm, NormKind, norm_roundings};
-use sigmascale::spectral::Iterations;
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
 
@@ -286,15 +285,13 @@ impl EstimateEngine {
         layers: Vec<Layer>,
         estimator: &str,
         eta: f64,
-        iterations: (usize, usize),
         cover: Option<f64>,
     ) -> PyResult<Self> {
         on_device(py, || {
             let (device, inputs) = (Device::open(device)?, inputs(&layers)?);
-            let iterations = Iterations { cold: iterations.0, warm: iterations.1 };
             // SAFETY: as for [`ScaleEngine`]; the package gives vectors at each launch.
             let engine = unsafe { scale::EstimateEngine::new(&device, &inputs, estimator.parse()?, 0)? };
-            let engine = engine.with_eta(eta)?.with_iterations(iterations)?;
+            let engine = engine.with_eta(eta)?;
             let engine = if let Some(p) = cover { engine.covering(p) } else { engine };
             Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device) })
         })
@@ -308,29 +305,37 @@ impl EstimateEngine {
         })
     }
 
-    /// Puts the work on a stream: of a cold start, or of a warm one.
-    #[pyo3(signature = (stream, layers, cold))]
-    fn launch(&self, py: Python<'_>, stream: u64, layers: Option<Vec<Layer>>, cold: bool) -> PyResult<()> {
+    /// Puts the work on a stream: `count` iterations, `cold` if vectors are random ones. With none, `sigma` holds the estimates.
+    #[pyo3(signature = (stream, layers, count, cold))]
+    fn launch(
+        &self,
+        py: Python<'_>,
+        stream: u64,
+        layers: Option<Vec<Layer>>,
+        count: usize,
+        cold: bool,
+    ) -> PyResult<()> {
         on_device(py, || {
             let engine = self.engine.try_lock().map_err(|_| {
                 Error::argument("refresh() is running in another thread: call it from one thread at a time")
             })?;
             let stream = self::stream(&self.device, stream);
             match layers {
-                None => engine.run(&stream, cold),
+                None => engine.run(&stream, count, cold),
                 // SAFETY: as for [`ShapeEngine`].
-                Some(layers) => unsafe { engine.run_on(&stream, &inputs(&layers)?, cold) },
+                Some(layers) => unsafe { engine.run_on(&stream, &inputs(&layers)?, count, cold) },
             }
         })
     }
 
-    /// As [`results`], and `vectors` f32, which the package writes in front of a launch and reads behind it.
+    /// As [`results`], and f32 `vectors`, which the package writes in front of a launch and reads behind it, and `sigma`, estimates.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let bounds = engine.head_bounds();
         let results = results(py, engine.head_descales(), engine.operand_bounds(), engine.status(), bounds)?;
-        let vectors = engine.vectors();
-        results.set_item("vectors", (vectors.ptr().0, vectors.len()))?;
+        for (name, buffer) in [("vectors", engine.vectors()), ("sigma", engine.estimates())] {
+            results.set_item(name, (buffer.ptr().0, buffer.len()))?;
+        }
         Ok(results)
     }
 }

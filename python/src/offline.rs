@@ -11,6 +11,7 @@ use sigmascale::calibrate::{Calibration, Inspection, Options, Profile, calibrate
 use sigmascale::cuda;
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names, read_config};
 use sigmascale::policy::PolicyConfig;
+use sigmascale::spectral::Iterations;
 use sigmascale::{Error, Result};
 use sigmascale_cli::pages;
 use sigmascale_lab::stress::{Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run_with_progress};
@@ -61,6 +62,8 @@ pub struct CalibrateOptions {
     #[pyo3(item)]
     estimator: String,
     #[pyo3(item)]
+    iterations: usize,
+    #[pyo3(item)]
     as_paper: bool,
     #[pyo3(item)]
     soft_cap: bool,
@@ -76,6 +79,7 @@ impl CalibrateOptions {
             bound: self.bound.parse()?,
             granularity: self.granularity.parse()?,
             estimator: self.estimator.parse()?,
+            iterations: self.iterations,
             as_paper: self.as_paper,
             soft_cap: self.soft_cap,
             c: self.c,
@@ -174,6 +178,8 @@ pub struct StressArguments {
     trace: Option<PathBuf>,
     #[pyo3(item)]
     estimator: String,
+    #[pyo3(item)]
+    iterations: (usize, usize),
 }
 
 /// Policies in their order; a name counts once.
@@ -199,6 +205,8 @@ impl StressArguments {
         if bounds_on_gpu {
             cuda::require()?;
         }
+        let iterations = Iterations { cold: self.iterations.0, warm: self.iterations.1 };
+        iterations.check()?;
         Ok(StressOptions {
             mode: self.mode.parse()?,
             policies: self.policies.as_deref().map_or_else(|| Ok(default.policies.clone()), listed)?,
@@ -209,6 +217,7 @@ impl StressArguments {
             seed: self.seed,
             bounds_on_gpu,
             estimator: self.estimator.parse()?,
+            iterations,
             ..default
         })
     }

@@ -11,6 +11,8 @@ use sigmascale::plan::{Center, CenterPolicy};
 use sigmascale::serving::{self, CenterCertificate, Engine, ExportOptions, LayerScales, Operand, Serving, SkipLayers};
 use sigmascale::{Descale, Error, Result};
 use sigmascale_cli::pages;
+use sigmascale_cli::report::Report;
+use sigmascale_lab::stress::{StressModel, TokenFile, observe};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -54,8 +56,10 @@ pub fn export(
     })
 }
 
-/// The audits of these engines, each with its page; without one, of all, that which the folder was exported for first.
+/// The audits of these engines, each with its page; without one, of all, that which the folder was exported for first. The first has
+/// what a text reached.
 #[pyfunction]
+#[allow(clippy::too_many_arguments)]
 pub fn verify(
     py: Python<'_>,
     folder: String,
@@ -63,6 +67,8 @@ pub fn verify(
     context: Option<usize>,
     skip: Vec<String>,
     kv: String,
+    tokens: Option<PathBuf>,
+    seq_len: Option<usize>,
 ) -> PyResult<Vec<(String, String)>> {
     detached(py, "verify", move |stop| {
         let first = name.as_deref().map(str::parse::<Engine>).transpose()?;
@@ -74,9 +80,18 @@ pub fn verify(
         }
         let serving = Serving { kv: kv.parse()?, ..options(context, &skip)? };
         let checkpoint = checkpoint(&folder)?;
-        stop.expect(checkpoint.spec().layers.len());
+        let layers = checkpoint.spec().layers.len();
+        stop.expect(if tokens.is_some() { 2 * layers } else { layers });
         let audits = serving::verify(&checkpoint, &engines, &serving, &mut || stop.check())?;
-        audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(&folder, audit)))).collect()
+        let mut observed = match tokens {
+            Some(file) => {
+                let (file, model) = (TokenFile::read(&file)?, StressModel::open(checkpoint.path())?);
+                Some(observe(&model, &file, seq_len, &mut || stop.check())?)
+            }
+            None => None,
+        };
+        let report = |audit| Report { folder: folder.clone(), audit, observed: observed.take(), others: vec![] };
+        audits.into_iter().map(report).map(|report| Ok((text(&report)?, pages::of_audit(&report)))).collect()
     })
 }
 

@@ -160,6 +160,13 @@ EXTRA = {
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 2}
         | {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
     },
+    "step3p5": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "num_sliding_attention_heads": 6,
+        "rope_theta": [10000.0, 5000000.0],
+        "partial_rotary_factors": [1.0, 0.5],
+    },
     "qwen2_5_vl_text": AXES,
     "qwen2_vl_text": AXES,
     "qwen3_next": HYBRID,
@@ -230,10 +237,15 @@ def config_of(model_type, **more):
 def random_model(config):
     torch.manual_seed(0)
     config._attn_implementation = {"falcon": "sdpa", "gptj": "eager"}.get(config.model_type, "recorded")
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError:
-        model = transformers.AutoModel.from_config(config)
+    if config.model_type == "step3p5":  # No automatic class makes the text model alone.
+        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+        model = Step3p7TextModel(config)
+    else:
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:
+            model = transformers.AutoModel.from_config(config)
     model = model.eval().float()
     for module in model.modules():
         # These classes call no attention function of the interface.

@@ -1,5 +1,7 @@
 """The paper's runtime on a Hopper GPU: power iteration in device memory, and logits in E4M3 in the kernel."""
 
+import dataclasses
+
 import gpu  # noqa: F401
 import torch
 from test_torch_estimates import HEADS, KV, POWER, R, Small, attach, exact
@@ -126,3 +128,32 @@ def test_overflow_of_logits_is_counted_by_the_kernel_as_on_the_cpu():
     assert cpu["logit_overflow"][0].sum() > 100
     assert abs(cpu["logit_overflow"][0] - cuda["logit_overflow"][0]).max() <= 0.02 * cpu["logit_overflow"][0].max()
     assert abs(cpu["logit_max"][0] - cuda["logit_max"][0]).max() < 0.01
+
+
+def test_the_factor_on_rotated_channels_is_that_of_the_cpu():
+    for estimator in ("gram", *POWER):
+        runtimes = []
+        for place in ("cpu", "cuda"):
+            model = Small(rotary=R).to(place)
+            layers = [dataclasses.replace(layer, rope_factor=1.25) for layer in model.layers()]
+            runtimes.append(fp8.attach(model, "geometry-c-star", "worst-case", layers=layers, estimator=estimator))
+        cpu, cuda = runtimes
+        assert torch.allclose(cpu.logits, cuda.logits.cpu(), rtol=5e-3)
+        assert torch.allclose(cpu.descales, cuda.descales.cpu(), rtol=1e-3)
+
+
+def test_a_sum_that_ranks_make_together_is_the_kernels(tmp_path):
+    """A group of one rank: its sum is the whole, iterated in PyTorch's operations, and the kernel only takes the estimates."""
+    model = on_gpu(Small())
+    kernel, together = (attach(model, "geometry-c-star", estimator="power-summed") for _ in range(2))
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        together._estimates._groups = [torch.distributed.group.WORLD] * 2
+        for _ in range(5):
+            kernel.refresh()
+            together.refresh()
+            assert torch.allclose(kernel.logits, together.logits, rtol=1e-3)
+            assert torch.allclose(kernel.logit_descales, together.logit_descales, rtol=1e-3)
+    finally:
+        torch.distributed.destroy_process_group()

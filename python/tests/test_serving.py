@@ -47,6 +47,66 @@ def test_an_export_is_safe_by_its_audit(tmp_path):
         sigmascale.verify(tmp_path / "out")
 
 
+def _small(kind):
+    """A small model with weights that make its layers differ."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=256, max_position_embeddings=256,
+    )
+    experts = dict(num_experts_per_tok=2, num_local_experts=4)
+    configs = {
+        "qwen3": lambda t: t.Qwen3Config(**sizes, head_dim=16),
+        "qwen3_moe": lambda t: t.Qwen3MoeConfig(
+            **sizes, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+        ),
+        "mixtral": lambda t: t.MixtralConfig(**sizes, **experts),
+        "gemma2": lambda t: t.Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16),
+        "gemma3_text": lambda t: t.Gemma3TextConfig(**sizes, head_dim=16, query_pre_attn_scalar=16, sliding_window=8),
+        # Small q and k: what their norms add to the mean square counts.
+        "olmo2": lambda t: t.Olmo2Config(**sizes, rms_norm_eps=1e-3),
+    }
+    torch.manual_seed(0)
+    config = configs[kind](transformers)
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=0.2) if weight.ndim > 1 else torch.nn.init.normal_(weight, 0.2, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "olmo2"])
+def test_a_text_reaches_what_it_reaches_in_transformers(kind, tmp_path, monkeypatch):
+    model = _small(kind)
+    import torch
+
+    model.save_pretrained(tmp_path / "model")
+    ids = [(7 * at * at + 3) % 256 for at in range(48)]
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    seen = []
+    module = __import__("sys").modules[type(model).__module__]
+    eager = module.eager_attention_forward
+
+    def spy(layer, q, k, v, *arguments, **named):
+        seen.append([float(x.abs().max()) for x in (q, k, v)])
+        return eager(layer, q, k, v, *arguments, **named)
+
+    monkeypatch.setattr(module, "eager_attention_forward", spy)
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    audit = sigmascale.verify(tmp_path / "model", "vllm", tokens=tmp_path / "ids.json", seq_len=len(ids))
+    observed = audit["observed"]
+    assert (observed["sequences"], observed["seq_len"], observed["tokens"]["tokens"]) == (1, 48, 48)
+    reached = [[layer[letter] for letter in "qkv"] for layer in observed["layers"]]
+    np.testing.assert_allclose(reached, seen, rtol=1e-4)
+    for layer, row in zip(audit["layers"], reached):
+        for letter, value in zip("qkv", row):
+            needed = layer[letter][0]["needed"]
+            assert needed is None or value <= needed * 448, (layer["layer"], letter)
+    with pytest.raises(sigmascale.ArgumentError, match="seq_len"):
+        sigmascale.verify(tmp_path / "model", seq_len=4)
+
+
 def test_layers_can_be_kept_out_of_the_cache(tmp_path):
     said = sigmascale.export(MODEL, tmp_path / "out", "vllm", skip_layers=[1, 4], context=4096)
     assert said["command"].endswith("--max-model-len 4096 --kv-cache-dtype-skip-layers 1 4")

@@ -1,5 +1,6 @@
 """The paper's runtime on the CPU: norms from power iteration, and logits in E4M3."""
 
+import dataclasses
 import math
 
 import pytest
@@ -69,6 +70,49 @@ def test_estimates_rise_to_the_norm_with_every_refresh(estimator):
             assert last[layer, head] == pytest.approx(norm, rel=2e-3)
 
 
+@pytest.mark.parametrize("estimator", POWER)
+def test_the_numbers_of_iterations_are_options(estimator):
+    model = Small()
+    runtimes = [attach(model, "geometry-c-star", estimator=estimator, iterations=each) for each in ((1, 1), (4, 2), (9, 1))]
+    for runtime in runtimes[1:]:
+        assert (runtime.estimates()["sigma"] > runtimes[0].estimates()["sigma"]).all()
+    runtimes[1].refresh()
+    assert runtimes[1].estimates()["steps"].tolist() == [6, 6]
+    # As many iterations from the same vectors, in one launch or in several.
+    several = attach(model, "geometry-c-star", estimator=estimator, iterations=(3, 3))
+    several.refresh()
+    assert several.estimates()["sigma"] == pytest.approx(runtimes[1].estimates()["sigma"], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", POWER)
+def test_a_poor_start_heals_where_the_weights_stay(estimator):
+    """Vectors that are nearly orthogonal to the largest singular vector: the estimate is poor, and meets the norm by refreshes."""
+    model = Small()
+    runtime = attach(model, "geometry-c-star", estimator=estimator)
+    q, k = (x[0].detach().double().view(-1, R, D) for x in (model.q, model.k))
+    summed = estimator == "power-summed"
+    gain = 1 if summed else model.gain.detach().double()
+    matrix = sum(q[h].T @ k[h * KV // HEADS] for h in range(HEADS)) if summed else (q[0] * gain).T @ (k[0] * gain)
+    _, values, vectors = torch.linalg.svd(matrix)
+    poor = vectors[5] + 1e-3 * vectors[0]
+    state = runtime.state_dict()
+    own = torch.cat([k[head] @ poor for head in range(KV)]) if summed else (k[0] * gain) @ poor
+    state["estimates"]["vectors"][: len(own)] = own.float()
+    runtime.load_state_dict(state)
+    first = runtime.estimates()
+    seen = [first["sigma"][0, 0]]
+    assert first["residual"][0, 0] > 1e-3 * seen[0]
+    # Near some singular value, though not near the largest.
+    assert float((values - seen[0]).abs().min()) <= 1.01 * first["residual"][0, 0]
+    assert seen[0] < 0.9 * float(values[0])
+    for _ in range(60):
+        runtime.refresh()
+        seen.append(runtime.estimates()["sigma"][0, 0])
+    assert all(b >= a * (1 - 1e-5) for a, b in zip(seen, seen[1:]))
+    assert seen[-1] == pytest.approx(float(values[0]), rel=5e-3)
+    assert runtime.estimates()["residual"][0, 0] < 0.1 * seen[-1]
+
+
 def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
     model = Small()
     runtime, certified = attach(model, estimator="power"), attach(model, bound="worst-case")
@@ -83,6 +127,20 @@ def test_geometry_covers_sigma_at_a_cold_start_and_no_longer():
     # Nothing covers what rotates, or the sum.
     for other in (attach(Small(rotary=R), estimator="power"), attach(model, estimator="power-summed")):
         assert all(map(math.isnan, other.estimates()["upper"].flatten()))
+
+
+@pytest.mark.parametrize("estimator", ["gram", *POWER])
+def test_the_factor_on_rotated_channels_is_in_both_sides_of_a_logit(estimator):
+    model = Small(rotary=R)
+    plain, turned = (
+        fp8.attach(model, "geometry-c-star", "worst-case", layers=layers, estimator=estimator)
+        for layers in (model.layers(), [dataclasses.replace(layer, rope_factor=1.25) for layer in model.layers()])
+    )
+    assert torch.allclose(turned.logits, plain.logits * 1.25**2, rtol=1e-4)
+    assert torch.allclose(turned.logit_descales, plain.logit_descales * 1.25**2, rtol=1e-4)
+    rotated = turned.descales[:, :2] / plain.descales[:, :2]
+    assert torch.allclose(rotated, torch.full_like(rotated, 1.25), rtol=1e-4)
+    assert torch.equal(turned.descales[:, 2], plain.descales[:, 2])
 
 
 @pytest.mark.parametrize("estimator", POWER)
@@ -139,6 +197,12 @@ def test_foreign_states_and_wrong_options_are_refused():
         power.load_state_dict(gram.state_dict())
     with pytest.raises(sigmascale.MismatchError, match="vectors"):
         power.load_state_dict(power.state_dict() | {"estimates": power.state_dict()["estimates"] | {"vectors": torch.zeros(3)}})
+    with pytest.raises(sigmascale.MismatchError, match=r"iterations \(5, 1\), this runtime \(5, 2\)"):
+        attach(model, estimator="power", iterations=(5, 2)).load_state_dict(power.state_dict())
+    with pytest.raises(sigmascale.ArgumentError, match="iterations 0 must be at least 1"):
+        attach(model, estimator="power", iterations=(5, 0))
+    with pytest.raises(TypeError, match="iterations must be two integers"):
+        attach(model, estimator="power", iterations=5)
     with pytest.raises(sigmascale.ArgumentError, match="estimator 'lanczos'"):
         attach(model, estimator="lanczos")
     with pytest.raises(sigmascale.ArgumentError, match="logits"):

@@ -58,7 +58,7 @@ def test_lines_are_those_of_the_format(run):
     assert [row["step"] for row in rest if row["kind"] == "step"] == [0, 1, 2, 3, 4]
     layers = [row for row in rest if row["kind"] == "layer"]
     assert [(row["step"], row["layer"]) for row in layers] == [(0, 0), (0, 1), (3, 0), (3, 1)]
-    names = "sigma sigma_rope bound w_q repeated repeated_in_tile delta_bias entropy logit_max utilization saturated".split()
+    names = "sigma sigma_rope bound w_q repeated repeated_in_tile delta_bias error_sign entropy logit_max utilization saturated".split()
     for row in layers:
         assert set(row) == {"kind", "step", "layer", *names} and all(len(row[name]) == 4 for name in names)
         assert all(seen <= bound for seen, bound in zip(row["logit_max"], row["bound"]))
@@ -161,9 +161,9 @@ def test_what_happens_between_two_lines_is_in_the_later_one(run, refresh_first):
 def naive(q, k, v, grad, out, rows, scale, visible, cap, sinks):
     """Logits, weights and deltas of some rows one by one, in f64."""
     n_q, group = q.shape[1], q.shape[1] // k.shape[1]
-    table = np.zeros((5, n_q))
+    table = np.zeros((6, n_q))
     for head in range(n_q):
-        repeated, tiled, entropy, delta, reference, largest = [], [], [], [], [], []
+        repeated, tiled, entropy, delta, reference, largest, signs = [], [], [], [], [], [], []
         for row in rows:
             keys = [j for j in range(k.shape[0]) if visible(row, j)]
             if not keys:
@@ -179,9 +179,10 @@ def naive(q, k, v, grad, out, rows, scale, visible, cap, sinks):
             exact = sum(x * v[j, head // group].numpy() for x, j in zip(p, keys))
             delta.append(float(grad[row, head] @ out[row, head]))
             reference.append(float(grad[row, head].numpy() @ exact))
+            signs.append(np.mean(np.sign(grad[row, head].numpy()) * np.sign(out[row, head].numpy() - exact)))
             largest.append(np.abs(s).max())
         bias = sum(np.subtract(delta, reference)) / np.abs(reference).sum()
-        table[:, head] = np.mean(repeated), np.mean(tiled), bias, np.mean(entropy), max(largest)
+        table[:, head] = np.mean(repeated), np.mean(tiled), bias, np.mean(signs), np.mean(entropy), max(largest)
     return table
 
 
@@ -257,6 +258,8 @@ def test_delta_bias_is_the_share_by_which_outputs_are_off():
     # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
     found = sampled(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
     assert torch.allclose(found[2], torch.full((2,), -0.01, dtype=torch.float64), rtol=1e-3)
+    # Every error has the other sign than its gradient.
+    assert torch.allclose(found[3], torch.full((2,), -1.0, dtype=torch.float64))
 
 
 def test_values_on_a_device_wait_for_the_next_layer_lines(run):

@@ -73,8 +73,8 @@ impl<'s> Calibration<'s> {
     fn sound_layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerProfile> {
         let spectrum = match self.options.estimator {
             Estimator::Gram => GramEngine.layer(geometry)?,
-            Estimator::Power => PowerEngine::new(&mut self.power).layer(geometry)?,
-            summed @ Estimator::PowerSummed => PowerEngine::new(&mut self.power).estimate(geometry, summed)?,
+            Estimator::Power => self.power_engine().layer(geometry)?,
+            summed @ Estimator::PowerSummed => self.power_engine().estimate(geometry, summed)?,
         };
         let bounds = LayerBounds::new(self.spec, geometry, &spectrum, &self.options.tail)?;
         let sigma = spectrum.heads.as_ref().map(|heads| heads.iter().map(|head| head.sigma).fold(0.0, f64::max));
@@ -92,6 +92,12 @@ impl<'s> Calibration<'s> {
         let centered = centered.map_err(|error| error.within(&geometry.place))?;
         let center = centered.matters().then(|| CenterProfile::new(centered, &bounds, &ranges));
         Ok(LayerProfile { sigma, sigma_sum: spectrum.sigma_sum, center, ..self.planned(&bounds, heads)? })
+    }
+
+    fn power_engine(&mut self) -> PowerEngine<'_> {
+        let mut engine = PowerEngine::new(&mut self.power);
+        engine.cold = self.options.iterations;
+        engine
     }
 
     /// Latent attention: its logits have a bound of their own, not the norms of heads.
@@ -140,7 +146,7 @@ impl<'s> Calibration<'s> {
             ));
         }
         let sigma_sum = match self.options.estimator {
-            Estimator::Power | Estimator::PowerSummed => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
+            Estimator::Power | Estimator::PowerSummed => self.power_engine().summed(geometry)?.sigma,
             Estimator::Gram => {
                 layer_channels(geometry)?;
                 summed_norm(geometry)
@@ -177,6 +183,7 @@ impl<'s> Calibration<'s> {
             method: Some(Method {
                 bound: (!options.as_paper).then_some(options.bound),
                 estimator: options.estimator,
+                iterations: (options.estimator != Estimator::Gram).then_some(options.iterations),
                 rotation: !self.spec.layers.iter().any(|layer| layer.rope.is_some())
                     || (options.estimator == Estimator::Gram && !options.as_paper),
                 granularity: if options.as_paper { Granularity::Layer } else { options.granularity },

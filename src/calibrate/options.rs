@@ -3,7 +3,7 @@
 use crate::bound::{BoundKind, Tail};
 use crate::error::{Error, Result};
 use crate::plan::{CenterPolicy, DEFAULT_ETA, Granularity, check_eta};
-use crate::spectral::Estimator;
+use crate::spectral::{Estimator, Iterations};
 
 /// Largest constant in place of `c_star`; the worst case is 1.
 const MOST_C: f64 = 1000.0;
@@ -21,6 +21,8 @@ pub struct Options {
     pub granularity: Granularity,
     /// Engine.
     pub estimator: Estimator,
+    /// Iterations of a power iteration, from random vectors.
+    pub iterations: usize,
     /// Everything as the paper has it: summed sigma of raw weights, no gains, constants or rotation, one logit scale a
     /// layer, no operand descales.
     pub as_paper: bool,
@@ -43,6 +45,7 @@ impl Default for Options {
             bound: BoundKind::default(),
             granularity: Granularity::default(),
             estimator: Estimator::default(),
+            iterations: Iterations::default().cold,
             as_paper: false,
             soft_cap: false,
             c: None,
@@ -58,6 +61,7 @@ impl Options {
     pub fn check(&self) -> Result<()> {
         self.tail.check()?;
         check_eta(self.eta)?;
+        Iterations { cold: self.iterations, ..Iterations::default() }.check()?;
         self.centers.check_for_weights()?;
         match self.c {
             Some(c) if c > MOST_C => {

@@ -93,6 +93,9 @@ pub struct Method {
     pub bound: Option<BoundKind>,
     /// Engine.
     pub estimator: Estimator,
+    /// Iterations of a power iteration, from random vectors; absent with exact norms.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iterations: Option<usize>,
     /// Whether the logit bound holds under the model's rotation: power iteration and `as_paper` leave RoPE out.
     pub rotation: bool,
     /// One scale per head or per layer.

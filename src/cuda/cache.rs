@@ -171,12 +171,15 @@ fn publish(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::nvrtc::Arch;
+    use super::super::nvrtc::{Arch, compile, compiler_version};
     use super::*;
     use crate::error::Error;
     use std::cell::Cell;
     use std::os::unix::fs::PermissionsExt;
+    use std::process::{Child, Command, Stdio};
 
+    /// Folder that a child fills; set for children alone.
+    const CHILD: &str = "SIGMASCALE_TEST_CACHE_CHILD";
     const BUILD: &str = "release 13.0, V13.0.88";
 
     fn request() -> Request {
@@ -299,5 +302,82 @@ mod tests {
             }
         });
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    /// Several writes long.
+    fn large() -> Compiled {
+        Compiled { cubin: (0..20_000u32).map(|i| ((i * 31) >> 3) as u8).collect(), log: "said".into() }
+    }
+
+    /// The test below in a process of its own, for a folder.
+    fn child(folder: &Path) -> Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["cuda::cache::tests::processes_fill_one_cache_at_once", "--exact", "--nocapture"])
+            .env(CHILD, folder)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    #[test]
+    fn processes_fill_one_cache_at_once() {
+        if let Some(folder) = std::env::var_os(CHILD) {
+            for _ in 0..200 {
+                let cache = Cache::new(Some(folder.clone().into()));
+                assert_eq!(cache.get_or_build(&request(), BUILD, || Ok(large())).unwrap(), large());
+                // Somebody clears the cache now and then.
+                let entry = std::fs::read_dir(&folder).unwrap().flatten().find(|e| e.path().extension().is_some());
+                if let Some(entry) = entry {
+                    let _ = std::fs::remove_file(entry.path());
+                }
+            }
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let children: Vec<Child> = (0..3).map(|_| child(folder.path())).collect();
+        for child in children {
+            let output = child.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        }
+        // What is left is whole.
+        let built = Cell::new(false);
+        let cache = Cache::new(Some(folder.path().into()));
+        cache.get_or_build(&request(), BUILD, || Ok(large())).unwrap();
+        cache
+            .get_or_build(&request(), BUILD, || {
+                built.set(true);
+                Ok(large())
+            })
+            .unwrap();
+        assert!(!built.get());
+    }
+
+    #[test]
+    fn a_failed_compilation_gives_the_whole_log_and_keeps_nothing() {
+        if compiler_version().is_err() {
+            println!("ignored: a_failed_compilation_gives_the_whole_log_and_keeps_nothing: no NVRTC");
+            return;
+        }
+        let text = "__device__ void first() { missing_one; }\n__device__ void second() { missing_two; }\n";
+        let broken = Request::new(sources::Source { name: "broken", text }, Arch::SM90A);
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(Some(folder.path().into()));
+        let error = cache.get_or_build(&broken, BUILD, || compile(&broken)).unwrap_err().to_string();
+        for part in ["broken does not compile for sm_90a", "broken(1)", "missing_one", "broken(2)", "missing_two"] {
+            assert!(error.contains(part), "{part} in {error}");
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        // A damaged entry of a real kernel is compiled again, to the same bytes.
+        let good = Request::new(sources::GAINS, Arch::SM90A);
+        let first = cache.get_or_build(&good, BUILD, || compile(&good)).unwrap();
+        let path = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+        let mut bytes = std::fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        // The log holds a time.
+        let again = cache.get_or_build(&good, BUILD, || compile(&good)).unwrap();
+        assert!(again.cubin == first.cubin, "other bytes");
     }
 }

@@ -69,12 +69,6 @@ impl Device {
         Ok(Self { context, setup, cache, arch, processors: processors as usize, tally: None })
     }
 
-    /// The same device with compiled kernels kept elsewhere (`None`: nowhere).
-    pub fn with_cache(mut self, cache: Cache) -> Self {
-        self.cache = cache;
-        self
-    }
-
     /// Name, as the driver gives it.
     ///
     /// # Errors

@@ -14,9 +14,7 @@
 //!
 //! What it does not do: allocate or synchronise behind the caller's back once set up; own memory or streams of others.
 
-// Hidden: tests compile kernels without a GPU, keep them in caches of their own, and launch a plain kernel beside ours.
-#[doc(hidden)]
-pub mod cache;
+mod cache;
 mod device;
 mod driver;
 mod kernel;
@@ -26,21 +24,24 @@ pub(crate) mod per_key;
 mod pointer;
 mod probe;
 mod side;
-#[doc(hidden)]
-pub mod sources;
+pub(crate) mod sources;
 mod stream;
 pub(crate) mod tensor_map;
 mod view;
 
 pub use device::{Buffer, Device};
 pub use driver::{KeepCurrent, OutsideCaptures};
+// Hidden: tests launch a plain kernel beside ours.
 #[doc(hidden)]
 pub use kernel::{Arg, Kernel, Launch, Module};
+pub(crate) use nvrtc::Request;
 pub use nvrtc::{Arch, compiler_version};
-#[doc(hidden)]
-pub use nvrtc::{Compiled, Request, ResourceUse, compile, compiler_build, is_compiler_available};
+#[cfg(test)]
+pub(crate) use nvrtc::{compile, compiler_build};
 pub use pointer::DevicePtr;
 pub use probe::{Probe, is_available, probe, require};
 pub(crate) use side::SideStreams;
+#[doc(hidden)]
+pub use sources::Source;
 pub use stream::{Event, Graph, Stream};
 pub use view::{Element, View};

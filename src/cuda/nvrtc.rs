@@ -85,6 +85,7 @@ pub struct Compiled {
 }
 
 /// Registers and memory of one kernel, as the assembler reported them.
+#[cfg(test)]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourceUse {
     /// Entry point.
@@ -97,6 +98,7 @@ pub struct ResourceUse {
     pub spills: u32,
 }
 
+#[cfg(test)]
 impl Compiled {
     /// Resources of every kernel in the log.
     pub fn resources(&self) -> Vec<ResourceUse> {
@@ -119,11 +121,6 @@ impl Compiled {
         }
         all
     }
-}
-
-/// True if NVRTC can be loaded. Never panics.
-pub fn is_compiler_available() -> bool {
-    compiler_library().is_ok()
 }
 
 /// NVRTC's version (major, minor).

@@ -16,7 +16,7 @@ macro_rules! sources {
     ($($(#[$doc:meta])* $constant:ident = $file:literal;)*) => {
         $($(#[$doc])* pub const $constant: Source =
             Source { name: $file, text: include_str!(concat!("../../kernels/", $file, ".cu")) };)*
-        /// Every source.
+        #[cfg(test)]
         pub const ALL: &[Source] = &[$($constant),*];
     };
 }

@@ -12,5 +12,7 @@ pub mod attention;
 pub mod bounds;
 pub mod policy;
 pub mod scale;
+#[cfg(test)]
+mod tests;
 
 pub use bounds::{DeviceBounds, scale_engine};

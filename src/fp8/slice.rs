@@ -1,11 +1,7 @@
 //! Whole slices: one pass that scales, casts and counts.
 
-use super::{
-    Format, INFINITY, Layout, MAGNITUDE, OnOverflow, decode, encode, encode_stochastic, encode_within, round,
-    round_within, with_layout,
-};
+use super::{Format, INFINITY, Layout, MAGNITUDE, OnOverflow, encode, encode_within, round, round_within, with_layout};
 use crate::error::{Error, Result};
-use half::bf16;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 use std::marker::PhantomData;
@@ -46,23 +42,6 @@ impl Add for Counts {
     }
 }
 
-/// Element types that slices are read from.
-trait Source: Copy + Sync {
-    fn value(self) -> f32;
-}
-impl Source for f32 {
-    #[inline(always)]
-    fn value(self) -> f32 {
-        self
-    }
-}
-impl Source for bf16 {
-    #[inline(always)]
-    fn value(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-}
-
 impl Format {
     /// Codes of `x * multiplier`, and what left the range.
     ///
@@ -83,49 +62,8 @@ impl Format {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
         Ok(
-            with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate), encode_within::<L>)),
+            with_layout!(self, L => convert::<L, _>(x, multiplier, out, move |y| encode::<L>(y, saturate), encode_within::<L>)),
         )
-    }
-
-    /// [`Format::encode_slice`] from bf16.
-    ///
-    /// # Errors
-    /// As [`Format::encode_slice`].
-    pub fn encode_slice_bf16(
-        self,
-        x: &[bf16],
-        multiplier: f32,
-        on_overflow: OnOverflow,
-        out: &mut [u8],
-    ) -> Result<Counts> {
-        check(x.len(), out.len(), multiplier)?;
-        let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(
-            with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate), encode_within::<L>)),
-        )
-    }
-
-    /// [`Format::encode_slice`] with [`Format::encode_stochastic`]; `random` holds 32 uniform bits for each value.
-    ///
-    /// # Errors
-    /// As [`Format::encode_slice`], and if `random` is of another length.
-    pub fn encode_slice_stochastic(
-        self,
-        x: &[f32],
-        multiplier: f32,
-        random: &[u32],
-        on_overflow: OnOverflow,
-        out: &mut [u8],
-    ) -> Result<Counts> {
-        check(x.len(), out.len(), multiplier)?;
-        check(x.len(), random.len(), multiplier)?;
-        let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => {
-            for ((code, &x), &bits) in out.iter_mut().zip(x).zip(random) {
-                *code = encode_stochastic::<L>(x * multiplier, bits, saturate);
-            }
-            count::<L>(x, multiplier)
-        }))
     }
 
     /// The values that the codes of [`Format::encode_slice`] represent, not multiplied back.
@@ -136,7 +74,7 @@ impl Format {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
         Ok(
-            with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| round::<L>(y, saturate), round_within::<L>)),
+            with_layout!(self, L => convert::<L, _>(x, multiplier, out, move |y| round::<L>(y, saturate), round_within::<L>)),
         )
     }
 
@@ -147,25 +85,6 @@ impl Format {
     pub fn count_slice(self, x: &[f32], multiplier: f32) -> Result<Counts> {
         check(0, 0, multiplier)?;
         Ok(with_layout!(self, L => count::<L>(x, multiplier)))
-    }
-
-    /// `decode(code) * multiplier`, the multiplier being the descale.
-    ///
-    /// # Errors
-    /// As [`Format::encode_slice`].
-    pub fn decode_slice(self, codes: &[u8], multiplier: f32, out: &mut [f32]) -> Result<()> {
-        check(codes.len(), out.len(), multiplier)?;
-        with_layout!(self, L => {
-            let run = |(codes, out)| {
-                pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
-            };
-            if codes.len() < 4 * SHARE {
-                run((codes, out));
-            } else {
-                codes.par_chunks(SHARE).zip(out.par_chunks_mut(SHARE)).for_each(run);
-            }
-        });
-        Ok(())
     }
 }
 
@@ -218,8 +137,8 @@ impl Tally {
 }
 
 /// The loop of a conversion, compiled once for each vector width.
-struct Convert<'a, L, S, T, F, W> {
-    x: &'a [S],
+struct Convert<'a, L, T, F, W> {
+    x: &'a [f32],
     multiplier: f32,
     out: &'a mut [T],
     cast: F,
@@ -227,7 +146,7 @@ struct Convert<'a, L, S, T, F, W> {
     layout: PhantomData<L>,
 }
 
-impl<L: Layout, S: Source, T, F: Fn(f32) -> T, W: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, S, T, F, W> {
+impl<L: Layout, T, F: Fn(f32) -> T, W: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, T, F, W> {
     type Output = Counts;
 
     #[inline(always)]
@@ -235,19 +154,18 @@ impl<L: Layout, S: Source, T, F: Fn(f32) -> T, W: Fn(f32) -> T> NullaryFnOnce fo
         let mut total = Counts::default();
         for (x, out) in self.x.chunks(CHUNK).zip(self.out.chunks_mut(CHUNK)) {
             // The second look at a chunk finds it in the nearest cache.
-            let amax = x.iter().fold(0, |amax: i32, x| amax.max((x.value().to_bits() & MAGNITUDE) as i32));
+            let amax = x.iter().fold(0, |amax: i32, x| amax.max((x.to_bits() & MAGNITUDE) as i32));
             let amax = f32::from_bits(amax as u32);
             // A product with a number above zero grows with the other factor, rounded or not.
             if amax * self.multiplier <= L::MAX {
                 for (out, x) in out.iter_mut().zip(x) {
-                    *out = (self.within)(x.value() * self.multiplier);
+                    *out = (self.within)(x * self.multiplier);
                 }
                 total += Counts { amax, count: x.len() as u64, ..Counts::default() };
                 continue;
             }
             let mut tally = Tally::default();
-            for (out, x) in out.iter_mut().zip(x) {
-                let x = x.value();
+            for (out, &x) in out.iter_mut().zip(x) {
                 let y = x * self.multiplier;
                 tally.see::<L>(x, y);
                 *out = (self.cast)(y);
@@ -259,8 +177,8 @@ impl<L: Layout, S: Source, T, F: Fn(f32) -> T, W: Fn(f32) -> T> NullaryFnOnce fo
 }
 
 /// [`Convert`], over rayon's threads when the slice is long.
-fn convert<L: Layout, S: Source, T: Send>(
-    x: &[S],
+fn convert<L: Layout, T: Send>(
+    x: &[f32],
     multiplier: f32,
     out: &mut [T],
     cast: impl Fn(f32) -> T + Copy + Send + Sync,
@@ -307,23 +225,4 @@ impl<L: Layout> NullaryFnOnce for Count<'_, L> {
 
 fn count<L: Layout>(x: &[f32], multiplier: f32) -> Counts {
     pulp::Arch::new().dispatch(Count { x, multiplier, layout: PhantomData::<L> })
-}
-
-/// The loop of [`Format::decode_slice`].
-struct Decode<'a, L> {
-    codes: &'a [u8],
-    multiplier: f32,
-    out: &'a mut [f32],
-    layout: PhantomData<L>,
-}
-
-impl<L: Layout> NullaryFnOnce for Decode<'_, L> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        for (value, &code) in self.out.iter_mut().zip(self.codes) {
-            *value = decode::<L>(code) * self.multiplier;
-        }
-    }
 }

@@ -1,5 +1,4 @@
 use super::*;
-use half::bf16;
 use proptest::prelude::*;
 
 const BOTH: [OnOverflow; 2] = [OnOverflow::Saturate, OnOverflow::NonFinite];
@@ -203,9 +202,6 @@ fn long_slices_are_converted_whole() {
         assert_eq!(*code, Format::E4m3.encode(*x, OnOverflow::Saturate));
         assert_eq!(*value, Format::E4m3.decode(*code));
     }
-    let mut back = vec![0.0; x.len()];
-    Format::E4m3.decode_slice(&codes, 1.0, &mut back).unwrap();
-    assert_eq!(back, values);
 }
 
 #[test]
@@ -214,10 +210,8 @@ fn slices_refuse_other_lengths_and_bad_multipliers() {
     assert!(Format::E4m3.encode_slice(&[1.0], 1.0, OnOverflow::Saturate, &mut out).unwrap_err().is_argument());
     for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
         assert!(Format::E4m3.encode_slice(&[1.0; 2], bad, OnOverflow::Saturate, &mut out).is_err());
-        assert!(Format::E4m3.decode_slice(&out, bad, &mut [0.0; 2]).is_err());
         assert!(Format::E4m3.count_slice(&[1.0], bad).is_err());
     }
-    assert!(Format::E4m3.encode_slice_stochastic(&[1.0; 2], 1.0, &[1], OnOverflow::Saturate, &mut out).is_err());
 }
 
 proptest! {
@@ -226,32 +220,18 @@ proptest! {
         x in prop::collection::vec(any::<f32>(), 0..200),
         small in prop::collection::vec(-1000f32..1000.0, 0..200),
         exponent in -20i32..20,
-        seed in any::<u32>(),
     ) {
         let x: Vec<f32> = x.into_iter().chain(small).collect();
         let multiplier = 2f32.powi(exponent) * 1.1;
-        let random: Vec<u32> = (0..x.len() as u32).map(|i| i.wrapping_mul(2_654_435_761).wrapping_add(seed)).collect();
-        let short: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
         for format in Format::ALL {
             for on_overflow in BOTH {
                 let (mut codes, mut values) = (vec![0; x.len()], vec![0.0; x.len()]);
                 let counts = format.encode_slice(&x, multiplier, on_overflow, &mut codes).unwrap();
                 let again = format.round_slice(&x, multiplier, on_overflow, &mut values).unwrap();
                 prop_assert!(same(counts.amax, again.amax) && counts.overflow == again.overflow);
-                let mut back = vec![0.0; x.len()];
-                format.decode_slice(&codes, 1.0, &mut back).unwrap();
                 for i in 0..x.len() {
                     prop_assert_eq!(codes[i], format.encode(x[i] * multiplier, on_overflow));
                     prop_assert!(same(values[i], format.decode(codes[i])));
-                    prop_assert!(same(back[i], values[i]));
-                }
-                format.encode_slice_stochastic(&x, multiplier, &random, on_overflow, &mut codes).unwrap();
-                for i in 0..x.len() {
-                    prop_assert_eq!(codes[i], format.encode_stochastic(x[i] * multiplier, random[i], on_overflow));
-                }
-                format.encode_slice_bf16(&short, multiplier, on_overflow, &mut codes).unwrap();
-                for i in 0..x.len() {
-                    prop_assert_eq!(codes[i], format.encode(short[i].to_f32() * multiplier, on_overflow));
                 }
             }
             let finite = x.iter().filter(|x| x.is_finite());

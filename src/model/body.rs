@@ -39,27 +39,70 @@ struct Layout {
     /// Key and default.
     epsilon: (&'static str, f64),
     activation: (&'static str, &'static str),
+    /// In layers whose router is stored, in place of the MLP.
+    experts: Option<Experts>,
 }
 
+/// MLPs of which each token takes a few.
+struct Experts {
+    router: &'static str,
+    /// `{e}` stands for the expert.
+    gate: &'static str,
+    up: &'static str,
+    down: &'static str,
+    /// How many a token takes where `num_experts_per_tok` is absent.
+    chosen: usize,
+    /// A key that says whether the weights of those are brought to a sum of 1; none: they are.
+    normalized: Option<&'static str>,
+}
+
+const LLAMA: Layout = Layout {
+    families: &["llama", "mistral", "qwen2", "qwen3"],
+    attention_norm: None,
+    mlp_norm: None,
+    gain: GainForm::Plain,
+    scaled: false,
+    tokens: "embed_tokens",
+    positions: None,
+    segments: None,
+    order: NormOrder::Before,
+    attention_out: "layers.{i}.self_attn.o_proj",
+    norm: Some("layers.{i}.post_attention_layernorm"),
+    gate: Some("layers.{i}.mlp.gate_proj"),
+    up: "layers.{i}.mlp.up_proj",
+    down: "layers.{i}.mlp.down_proj",
+    conv1d: false,
+    epsilon: ("rms_norm_eps", 1e-6),
+    activation: ("hidden_act", "silu"),
+    experts: None,
+};
+
 static LAYOUTS: &[Layout] = &[
+    LLAMA,
     Layout {
-        families: &["llama", "mistral", "qwen2", "qwen3"],
-        attention_norm: None,
-        mlp_norm: None,
-        gain: GainForm::Plain,
-        scaled: false,
-        tokens: "embed_tokens",
-        positions: None,
-        segments: None,
-        order: NormOrder::Before,
-        attention_out: "layers.{i}.self_attn.o_proj",
-        norm: Some("layers.{i}.post_attention_layernorm"),
-        gate: Some("layers.{i}.mlp.gate_proj"),
-        up: "layers.{i}.mlp.up_proj",
-        down: "layers.{i}.mlp.down_proj",
-        conv1d: false,
-        epsilon: ("rms_norm_eps", 1e-6),
-        activation: ("hidden_act", "silu"),
+        families: &["qwen3_moe"],
+        experts: Some(Experts {
+            router: "layers.{i}.mlp.gate",
+            gate: "layers.{i}.mlp.experts.{e}.gate_proj",
+            up: "layers.{i}.mlp.experts.{e}.up_proj",
+            down: "layers.{i}.mlp.experts.{e}.down_proj",
+            chosen: 8,
+            normalized: Some("norm_topk_prob"),
+        }),
+        ..LLAMA
+    },
+    Layout {
+        families: &["mixtral"],
+        experts: Some(Experts {
+            router: "layers.{i}.block_sparse_moe.gate",
+            gate: "layers.{i}.block_sparse_moe.experts.{e}.w1",
+            up: "layers.{i}.block_sparse_moe.experts.{e}.w3",
+            down: "layers.{i}.block_sparse_moe.experts.{e}.w2",
+            chosen: 2,
+            normalized: None,
+        }),
+        epsilon: ("rms_norm_eps", 1e-5),
+        ..LLAMA
     },
     Layout {
         families: &["gemma2", "gemma3_text"],
@@ -79,6 +122,7 @@ static LAYOUTS: &[Layout] = &[
         conv1d: false,
         epsilon: ("rms_norm_eps", 1e-6),
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
+        experts: None,
     },
     Layout {
         families: &["olmo2"],
@@ -98,6 +142,7 @@ static LAYOUTS: &[Layout] = &[
         conv1d: false,
         epsilon: ("rms_norm_eps", 1e-5),
         activation: ("hidden_act", "silu"),
+        experts: None,
     },
     Layout {
         families: &["gpt2"],
@@ -117,6 +162,7 @@ static LAYOUTS: &[Layout] = &[
         conv1d: true,
         epsilon: ("layer_norm_epsilon", 1e-5),
         activation: ("activation_function", "gelu_new"),
+        experts: None,
     },
     Layout {
         families: &["bert"],
@@ -136,6 +182,7 @@ static LAYOUTS: &[Layout] = &[
         conv1d: false,
         epsilon: ("layer_norm_eps", 1e-12),
         activation: ("hidden_act", "gelu"),
+        experts: None,
     },
 ];
 
@@ -220,6 +267,24 @@ pub struct Block<'a> {
     pub mlp_gain: Option<Vec<f64>>,
     /// Its shift.
     pub shift: Option<Vec<f64>>,
+    /// Which MLPs a token takes; none: all tokens take the first, the only one.
+    pub router: Option<Router<'a>>,
+    /// The MLPs.
+    pub mlps: Vec<Mlp<'a>>,
+}
+
+/// What chooses the MLPs of a token: those with the largest probabilities, which weigh their outputs.
+pub struct Router<'a> {
+    /// Logits, a row an MLP.
+    pub logits: Linear<'a>,
+    /// How many a token takes.
+    pub chosen: usize,
+    /// Whether their weights are brought to a sum of 1.
+    pub normalized: bool,
+}
+
+/// One MLP.
+pub struct Mlp<'a> {
     /// Multiplies `up` behind the nonlinearity; without it the nonlinearity is `up`'s.
     pub gate: Option<Linear<'a>>,
     /// `inner x d_model`.
@@ -295,6 +360,10 @@ impl<'a> Body<'a> {
         self.checkpoint.path()
     }
 
+    fn keys(&self) -> Keys<'_> {
+        Keys { map: self.checkpoint.settings(), file: self.path() }
+    }
+
     /// The parts of one block.
     ///
     /// # Errors
@@ -304,18 +373,42 @@ impl<'a> Body<'a> {
         let spec = checkpoint.spec();
         let own = spec.layer(layer)?;
         let (layer, d, inner_out) = (own.number, spec.d_model, own.n_q_heads * own.d_head);
-        let up = checkpoint.named(&at(layout.up, layer), &["weight"]);
-        let shape = checkpoint.tensor(&up)?.shape;
-        let inner = shape.get(usize::from(layout.conv1d)).copied().unwrap_or(0);
-        let linear = |template: &str, rows: usize, cols: usize| -> Result<Linear<'a>> {
-            let name = at(template, layer);
-            let weight = checkpoint.named(&name, &["weight"]);
-            let bias = checkpoint.named(&name, &["bias"]);
+        let linear = |name: &str, rows: usize, cols: usize| -> Result<Linear<'a>> {
+            let weight = checkpoint.named(name, &["weight"]);
+            let bias = checkpoint.named(name, &["bias"]);
             Ok(Linear {
                 weight: checkpoint.matrix(&weight, rows, cols, layout.conv1d)?,
                 bias: checkpoint.has_tensor(&bias).then(|| checkpoint.vector(&bias, rows)).transpose()?,
                 name: weight,
             })
+        };
+        let mlp = |gate: Option<&str>, up: &str, down: &str| -> Result<Mlp<'a>> {
+            let shape = checkpoint.tensor(&checkpoint.named(up, &["weight"]))?.shape;
+            let inner = shape.get(usize::from(layout.conv1d)).copied().unwrap_or(0);
+            Ok(Mlp {
+                gate: gate.map(|gate| linear(gate, inner, d)).transpose()?,
+                up: linear(up, inner, d)?,
+                down: linear(down, d, inner)?,
+            })
+        };
+        let name = |template: &str| at(template, layer);
+        let router =
+            layout.experts.as_ref().map(|experts| (experts, checkpoint.named(&name(experts.router), &["weight"])));
+        let (router, mlps) = match router.filter(|(_, router)| checkpoint.has_tensor(router)) {
+            Some((experts, router)) => {
+                let count = checkpoint.tensor(&router)?.shape.first().copied().unwrap_or(0);
+                let keys = self.keys();
+                let chosen = keys.count("num_experts_per_tok", count)?.unwrap_or(experts.chosen.min(count));
+                let normalized = experts.normalized.map_or(Ok(true), |key| Ok(keys.flag(key)?.unwrap_or(false)))?;
+                let logits = linear(&name(experts.router), count, d)?;
+                let of = |template: &str, expert: usize| name(template).replace("{e}", &expert.to_string());
+                let one = |e: usize| mlp(Some(&of(experts.gate, e)), &of(experts.up, e), &of(experts.down, e));
+                (Some(Router { logits, chosen, normalized }), (0..count).map(one).collect::<Result<_>>()?)
+            }
+            None => {
+                let gate = layout.gate.map(name);
+                (None, vec![mlp(gate.as_deref(), &name(layout.up), &name(layout.down))?])
+            }
         };
         let gain = |template: Option<&str>| {
             let name = template.map(|template| checkpoint.named(&at(template, layer), &["weight", "gamma"]));
@@ -324,14 +417,13 @@ impl<'a> Body<'a> {
         let shift = layout.norm.filter(|_| spec.norm.shift);
         let shift = shift.map(|template| checkpoint.named(&at(template, layer), &["bias", "beta"]));
         Ok(Block {
-            attention_out: linear(layout.attention_out, d, inner_out)?,
+            attention_out: linear(&name(layout.attention_out), d, inner_out)?,
             attention_gain: gain(layout.attention_norm)?,
             gain: gain(layout.norm)?,
             mlp_gain: gain(layout.mlp_norm)?,
             shift: shift.map(|name| checkpoint.vector(&name, d)).transpose()?,
-            gate: layout.gate.map(|gate| linear(gate, inner, d)).transpose()?,
-            up: linear(layout.up, inner, d)?,
-            down: linear(layout.down, d, inner)?,
+            router,
+            mlps,
         })
     }
 }

@@ -28,7 +28,7 @@ use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::fp8::E4M3_MAX;
 use crate::tensor::{BlockScale, Dtype, MatrixView};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -197,7 +197,8 @@ impl Checkpoint {
             return Err(Error::format(&self.path, rule));
         }
         let stems = self.attention_stems();
-        let read = |tensor: &RawTensor<'_>| tensor.name.rsplit_once('.').is_some_and(|(stem, _)| stems.contains(stem));
+        let read =
+            |tensor: &RawTensor<'_>| tensor.name.rsplit_once('.').is_some_and(|(stem, _)| stems.contains_key(stem));
         let folder = if self.path.is_dir() { Some(&*self.path) } else { self.path.parent() };
         let folder = folder.unwrap_or(Path::new(""));
         for tensor in files.tensors().filter(read) {
@@ -257,17 +258,26 @@ impl Checkpoint {
         Ok((!fused || scales.blocks).then_some(scales))
     }
 
-    /// Names of the tensors that layers read, without their last part.
-    pub(crate) fn attention_stems(&self) -> HashSet<String> {
-        let mut stems = HashSet::new();
-        for layer in &self.spec().layers {
+    /// Names of the tensors that layers read, without their last part, and whether a bias of it is read.
+    pub(crate) fn attention_stems(&self) -> HashMap<String, bool> {
+        let spec = self.spec();
+        let mut stems = HashMap::new();
+        for layer in &spec.layers {
             let names = self.config.names(layer);
-            let mla = names.mla.iter().flat_map(|mla| mla.q_norm.iter().chain([&mla.kv_norm, &mla.k_pe.name]));
-            let norms = names.norm.iter().chain(names.qk_norm.iter().flat_map(|(q, k)| [q, k]));
-            for stem in [&names.q.name, &names.k.name, &names.v.name].into_iter().chain(mla).chain(norms) {
+            let projections =
+                [(&names.q.name, spec.bias.q), (&names.k.name, spec.bias.k), (&names.v.name, spec.bias.v)];
+            let mla = names.mla.iter().flat_map(|mla| {
+                mla.q_norm.iter().chain([&mla.kv_norm]).map(|name| (name, false)).chain([(&mla.k_pe.name, true)])
+            });
+            let shift = spec.qk_norm_of(layer).is_some_and(|norm| norm.shift);
+            let qk = names.qk_norm.iter().flat_map(|(q, k)| [(q, shift), (k, shift)]);
+            let norms = names.norm.iter().map(|name| (name, spec.norm.shift)).chain(qk);
+            for (stem, bias) in projections.into_iter().chain(mla).chain(norms) {
                 let heads = if stem.contains("{h}") { layer.n_q_heads } else { 1 };
-                let of = |head: usize| format!("{}{}", self.prefix(), stem.replace("{h}", &head.to_string()));
-                stems.extend((0..heads).map(of));
+                for head in 0..heads {
+                    let name = format!("{}{}", self.prefix(), stem.replace("{h}", &head.to_string()));
+                    *stems.entry(name).or_default() |= bias;
+                }
             }
         }
         stems
@@ -276,11 +286,6 @@ impl Checkpoint {
     /// What stands in front of the family's tensor names in this file (`model.`, `transformer.`, nothing, ...).
     pub fn prefix(&self) -> &str {
         &self.config.spec.prefix
-    }
-
-    /// Names of all stored tensors, in no order.
-    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
     }
 
     /// True if a tensor of this name is stored.

@@ -172,7 +172,8 @@ impl Config {
             in_f16 |= check_dtype(keys)?;
         }
         let stored = Stored::of(&[top, text])?;
-        let settings = text.with_rope_default(family)?;
+        let settings = text.with_kinds(family)?;
+        let settings = Keys { map: &settings, file }.with_rope_default(family)?;
         let text = Keys { map: &settings, file };
         for refusal in COMMON_REFUSALS.iter().chain(family.refusals) {
             text.check(refusal)?;

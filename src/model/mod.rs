@@ -18,6 +18,7 @@ mod heads;
 mod hub;
 mod hybrid;
 mod keys;
+mod kinds;
 mod layout;
 mod mla;
 mod mla_keys;
@@ -35,7 +36,7 @@ mod synthetic;
 mod weights;
 mod window;
 
-pub use body::{Activation, Block, Body, Linear, NormOrder};
+pub use body::{Activation, Block, Body, Linear, Mlp, NormOrder, Router};
 pub use checkpoint::{Checkpoint, LayerStream, StoredTensor};
 pub use families::{KnownFamily, Support, known_families};
 pub use files::{RawTensor, WeightFiles};

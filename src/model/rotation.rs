@@ -1,8 +1,7 @@
 //! The rotary position embedding of every layer: layout, rotated share, attention factor and angles.
 //!
-//! Bounds need the first three. The angles are for a forward, the exact scan over positions and centers, and are left out
-//! where they depend on the length of the sequence (dynamic scaling, LongRoPE); `range` then says how fast a pair turns at
-//! most.
+//! Bounds need the first three. The angles are for a forward and centers, and are left out where they depend on the
+//! length of the sequence (dynamic scaling, LongRoPE); `range` then says how fast a pair turns at most.
 
 use super::families::{Count, Family, Pattern, RopeLayers, RopeRule, RotaryShare, TemperatureRule};
 use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};

@@ -1,10 +1,11 @@
 //! Layers that take the keys and values of others, layers with heads of their own kind, and factors beside the weights.
 
 use super::families::{Family, RopeLayers, RopeRule};
-use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, refuse};
+use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, refuse, shorten};
 use super::spec::Multipliers;
 use crate::error::{Error, Result};
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// Heads of the full layers, where they differ from those of the others.
 pub(super) struct GlobalHeads {
@@ -28,9 +29,19 @@ impl Keys<'_> {
             let d_head = self.count("global_head_dim", MAX_D_MODEL)?.unwrap_or(512);
             return Ok(GlobalHeads { d_head, n_kv_heads, keys_as_values });
         };
-        // What transformers saves in place of the two keys: by layer, what differs from the sizes of the model.
+        // What transformers saves in place of the two keys: by layer, what differs from the sizes of the model. Numbers have leading
+        // zeros where the last one has more digits.
+        let mut by_layer = BTreeMap::new();
+        for (name, value) in own {
+            let number = name.parse::<usize>().ok().filter(|number| *number < layers);
+            if number.is_none_or(|number| by_layer.insert(number, value).is_some()) {
+                let rule =
+                    format_args!("`{key}` is refused: `{}` is no layer, or one that is there twice", shorten(name));
+                return Err(refuse(self.file, rule));
+            }
+        }
         let heads = |number: usize| -> Result<(usize, Option<usize>)> {
-            let Some(value) = own.get(&number.to_string()) else { return Ok((d_head, None)) };
+            let Some(&value) = by_layer.get(&number) else { return Ok((d_head, None)) };
             let map = value.as_object().ok_or_else(|| self.wrong(key, "an object of objects", value))?;
             let keys = Keys { map, file: self.file };
             let n_kv_heads = keys.count("num_key_value_heads", MAX_HEADS)?;
@@ -40,7 +51,7 @@ impl Keys<'_> {
         let full = self.full_layers_of(family, layers)?;
         let of_full = full.iter().position(|full| *full).map_or((d_head, None), |number| heads[number]);
         let fits = heads.iter().zip(&full).all(|(own, full)| *own == if *full { of_full } else { (d_head, None) });
-        if !fits || own.keys().any(|name| !name.parse::<usize>().is_ok_and(|number| number < layers)) {
+        if !fits {
             let rule = format_args!(
                 "`{key}` is refused: only the full layers may have heads of their own, all of them the same"
             );

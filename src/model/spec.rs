@@ -433,7 +433,7 @@ pub struct Rope {
     /// Factor on cos and sin (YaRN, LongRoPE); the largest where it depends on the length.
     pub attention_factor: f64,
     /// Angle per position of each of the `rotary_dim / 2` pairs, where the config determines it. Bounds do not need
-    /// it; the exact scan over positions and a forward do.
+    /// it; a forward does.
     pub inv_freq: Option<Vec<f64>>,
     /// What else angles and factor may be; `None`: they are as they stand, up to the config's longest sequence.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -5,7 +5,7 @@
 //! tables, is reported, so that an audit never passes over it.
 
 use crate::model::{AttentionSpec, LayerSpec};
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 /// Words of the last part of a name that stand for an operand of attention.
@@ -121,8 +121,8 @@ pub(super) struct Unread<'a> {
     spec: &'a AttentionSpec,
     /// Layers of the whole model.
     layers: usize,
-    /// Stems of what the bounds read.
-    read: HashSet<String>,
+    /// Stems of what the bounds read, and whether they read a bias of it.
+    read: HashMap<String, bool>,
     modules: &'a [String],
     /// Whether the model has other parts besides the text model.
     wrapped: bool,
@@ -132,7 +132,7 @@ impl<'a> Unread<'a> {
     pub fn new(
         spec: &'a AttentionSpec,
         layers: usize,
-        read: HashSet<String>,
+        read: HashMap<String, bool>,
         modules: &'a [String],
         wrapped: bool,
     ) -> Self {
@@ -148,7 +148,10 @@ impl<'a> Unread<'a> {
         let norm =
             ["q_norm", "k_norm", "q_layernorm", "k_layernorm", "q_a_layernorm", "kv_a_layernorm"].contains(&last);
         let data = kind == "bias" || kind.starts_with("weight") || kind.starts_with("qweight");
-        if self.read.contains(stem) {
+        if let Some(bias) = self.read.get(stem) {
+            if !bias && ["bias", "beta"].contains(&kind) {
+                return Some("a bias that the config does not list, which some engines load by other keys".to_owned());
+            }
             let changes = ["pre_quant_scale", "weight_packed", "qweight"].contains(&kind);
             return changes.then(|| "changes what a projection reads or is, which the bounds do not count".to_owned());
         }

@@ -12,7 +12,7 @@ mod schema;
 mod sglang;
 mod vllm;
 
-pub(super) use schema::{Carries, Description, Loads, Names};
+pub(super) use schema::{Carries, Description, Loads, Names, Otherwise};
 
 use super::engine::{Engine, Operand};
 use super::settings::Method;

@@ -63,12 +63,12 @@ pub fn export(
         ));
     }
     let description = options.engine.description();
-    options.serving.check(checkpoint.spec(), description.skips_layers)?;
+    options.serving.check(checkpoint.spec(), description.skips_layers, description.windows)?;
     let mut config = Settings::read(&from.join("config.json"))?;
     let aside = Settings::read_if_present(&from.join(HF_QUANT))?;
     let generation = Settings::read_if_present(&from.join("generation_config.json"))?;
     let method = config.method(aside.as_ref(), description.upper_case, description.needs_producer);
-    let spec = &options.engine.spec(checkpoint.spec(), &config, generation.as_ref(), &options.serving);
+    let spec = &options.engine.spec(checkpoint.spec(), &config, generation.as_ref(), &options.serving)?;
     let names = ScaleNames::new(spec)?;
     let reads = reads(options, spec, &config, &method, &names)?;
     options.check(spec, &method, &reads)?;

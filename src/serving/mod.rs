@@ -9,6 +9,7 @@
 //! ([`Engine::version`]). They are data, and what the data do not tell is reported as unknown, never as safe.
 
 mod audit;
+mod built;
 mod census;
 mod centers;
 mod certificate;

@@ -4,6 +4,9 @@
 //! **Temperature.** vLLM does not read `attn_temperature_tuning` of Llama 4: it is on where the longest sequence passes 32768, or
 //! by the generation config.
 //!
+//! **Rotations.** Where a class of an engine does not read the factor that the config states for the rotation, the factor that follows
+//! from the other settings counts, where it is larger.
+//!
 //! **Requantized weights.** Engines fuse q, k and v. Where each of them is E4M3 with one scale, they are brought to the largest of
 //! the three; scales of blocks are brought to powers of two. With new scale s', a weight w changes by at most
 //! `|w| / 16 + s' / 1024`: half a step of E4M3, of a normal or a subnormal number. A bound b of an operand grows by at most
@@ -17,6 +20,7 @@ use crate::error::Result;
 use crate::fp8::E4M3_MAX;
 use crate::model::{AttentionSpec, Checkpoint, GainForm, LayerSpec, LayerWeights, NormKind, Temperature};
 use crate::scale::Descale;
+use std::path::Path;
 
 /// From this many positions on vLLM turns the temperature of Llama 4 on.
 const TUNED_FROM: usize = 32768;
@@ -133,13 +137,16 @@ impl LayerScales {
 
 impl Engine {
     /// The attention of a model as this engine computes it, started with these options.
+    ///
+    /// # Errors
+    /// As [`AttentionSpec::from_config_json`], of a config without the keys that the engine may not read.
     pub(super) fn spec(
         self,
         spec: &AttentionSpec,
         config: &Settings,
         generation: Option<&Settings>,
         serving: &Serving,
-    ) -> AttentionSpec {
+    ) -> Result<AttentionSpec> {
         let mut spec = spec.clone();
         let context = serving.context.or(spec.max_positions);
         if self == Self::Vllm && spec.family == "llama4_text" {
@@ -157,12 +164,22 @@ impl Engine {
                 layer.temperature = tuned.then_some(factor);
             }
         }
+        for key in self.description().unread {
+            let Some(without) = config.without_rotation_key(key) else { continue };
+            let other = AttentionSpec::from_config_json(&without.bytes()?, Path::new("config.json"))
+                .map_err(|error| error.within(format_args!("without `{key}`, which {self} may not read")))?;
+            let others = other.layers.into_iter().map(|layer| layer.rope);
+            for (rope, other) in spec.layers.iter_mut().map(|layer| layer.rope.as_mut()).zip(others) {
+                let Some((rope, other)) = rope.zip(other) else { continue };
+                rope.attention_factor = rope.attention_factor.max(other.attention_factor);
+            }
+        }
         if let Some(context) = serving.context {
             for temperature in spec.layers.iter_mut().filter_map(|layer| layer.temperature.as_mut()) {
                 temperature.positions = context;
             }
         }
-        spec
+        Ok(spec)
     }
 
     /// The options that this engine has.

@@ -31,8 +31,9 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Refuses what the model or the engine does not have; `skips` says whether the engine can leave layers out.
-    pub(super) fn check(&self, spec: &AttentionSpec, skips: bool) -> Result<()> {
+    /// Refuses what the model or the engine does not have, and what is not known of the engine: whether it can leave layers out, and
+    /// the families that have `windows` by layer there.
+    pub(super) fn check(&self, spec: &AttentionSpec, skips: bool, windows: &[&str]) -> Result<()> {
         if !self.skip.is_empty() && !skips {
             return Err(Error::argument(
                 "only vLLM keeps layers out of an FP8 cache: skip layers with the engine vllm",
@@ -48,6 +49,17 @@ impl Serving {
         }
         if self.context == Some(0) {
             return Err(Error::argument("the context must be at least 1"));
+        }
+        let windowed = |layer: &LayerSpec| layer.window.is_some();
+        // Layers without attention are layers without a window.
+        let all = spec.layers.iter().enumerate().all(|(at, layer)| windowed(layer) && layer.number == at);
+        let by_number =
+            spec.family == "gpt_oss" && spec.layers.iter().all(|own| windowed(own) == (own.number % 2 == 0));
+        if self.skip.sliding_window && !(all || by_number || windows.contains(&spec.family.as_str())) {
+            return Err(Error::argument(format_args!(
+                "sliding_window to skip: which layers of family `{}` have a window in vLLM is not known: give their numbers",
+                spec.family
+            )));
         }
         self.skip.check(spec)
     }

@@ -10,6 +10,9 @@ use std::path::Path;
 const MARK: &str = "sigmascale: bare ";
 /// Longest file of settings, in bytes.
 const LONGEST: u64 = 64 << 20;
+/// The key that says how weights are stored, and its name in older releases of compressed-tensors.
+const QUANTIZATION: &str = "quantization_config";
+const COMPRESSION: &str = "compression_config";
 /// ModelOpt's own config.
 pub(super) const HF_QUANT: &str = "hf_quant_config.json";
 
@@ -86,25 +89,33 @@ impl Settings {
         Ok((bare + "\n").into_bytes())
     }
 
-    /// The object that holds `key`: the top, or the text model's part where only that has it.
-    fn holder(&mut self, key: &str) -> &mut Map<String, Value> {
-        let outside = self.value.get(key).is_some_and(Value::is_object);
-        let inside = self.value.get("text_config").and_then(|text| text.get(key)).is_some_and(Value::is_object);
-        if inside && !outside {
-            return self.value["text_config"].as_object_mut().expect("it has a key");
+    /// The quantization's object; made where there is none, under the first of its names.
+    fn quantization_mut(&mut self) -> &mut Map<String, Value> {
+        let is_there = |map: &Map<String, Value>, key: &str| map.get(key).is_some_and(Value::is_object);
+        let text = self.value.get("text_config").and_then(Value::as_object);
+        let inside = !is_there(&self.value, QUANTIZATION) && text.is_some_and(|text| is_there(text, QUANTIZATION));
+        let older = !is_there(&self.value, QUANTIZATION) && !inside && is_there(&self.value, COMPRESSION);
+        let key = if older { COMPRESSION } else { QUANTIZATION };
+        let holder = match inside {
+            true => self.value["text_config"].as_object_mut().expect("it has a key"),
+            false => &mut self.value,
+        };
+        let own = holder.entry(key).or_insert_with(|| json!({}));
+        if !own.is_object() {
+            *own = json!({});
         }
-        &mut self.value
+        own.as_object_mut().expect("it is one")
     }
 
     pub fn model_type(&self) -> &str {
         self.value.get("model_type").and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// The `quantization_config` in use.
+    /// The `quantization_config` in use, or `compression_config`, its older name; in the order in which engines look.
     pub fn quantization(&self) -> Option<&Map<String, Value>> {
-        let top = self.value.get("quantization_config").filter(|value| value.is_object());
-        let text = self.value.get("text_config").and_then(|text| text.get("quantization_config"));
-        top.or(text).and_then(Value::as_object)
+        let text = self.value.get("text_config").and_then(|text| text.get(QUANTIZATION));
+        let places = [self.value.get(QUANTIZATION), text, self.value.get(COMPRESSION)];
+        places.into_iter().flatten().find_map(Value::as_object)
     }
 
     /// A value of the text model.
@@ -116,6 +127,48 @@ impl Settings {
     pub fn types(&self) -> Vec<&str> {
         let text = self.value.get("text_config").and_then(|text| text.get("model_type")).and_then(Value::as_str);
         text.into_iter().chain([self.model_type()]).collect()
+    }
+
+    /// The classes that the config names, of the whole and of the text model.
+    pub fn architectures(&self) -> Vec<&str> {
+        let text = self.value.get("text_config").and_then(Value::as_object);
+        let lists =
+            [Some(&self.value), text].into_iter().flatten().filter_map(|map| map.get("architectures")?.as_array());
+        lists.flatten().filter_map(Value::as_str).collect()
+    }
+
+    /// The settings in which keys of a text model may stand: the config, the text model's part, and their rotations, one for all
+    /// layers or one a kind of layer.
+    pub fn places(&self) -> Vec<&Map<String, Value>> {
+        let text = self.value.get("text_config").and_then(Value::as_object);
+        let mut places: Vec<&Map<String, Value>> = [Some(&self.value), text].into_iter().flatten().collect();
+        for at in 0..places.len() {
+            let rotations =
+                ["rope_parameters", "rope_scaling"].iter().filter_map(|key| places[at].get(*key)?.as_object());
+            let rotations: Vec<_> =
+                rotations.flat_map(|map| [map].into_iter().chain(map.values().filter_map(Value::as_object))).collect();
+            places.extend(rotations);
+        }
+        places
+    }
+
+    /// The config without a key of its rotations; none where they do not have it.
+    pub fn without_rotation_key(&self, key: &str) -> Option<Self> {
+        fn cut(map: &mut Map<String, Value>, key: &str) -> bool {
+            let inner = map
+                .values_mut()
+                .filter_map(Value::as_object_mut)
+                .fold(false, |cut_one, inner| cut(inner, key) | cut_one);
+            map.remove(key).is_some() | inner
+        }
+        let rotations = |map: &mut Map<String, Value>| {
+            ["rope_parameters", "rope_scaling"].iter().fold(false, |cut_one, name| {
+                map.get_mut(*name).and_then(Value::as_object_mut).is_some_and(|rotation| cut(rotation, key)) | cut_one
+            })
+        };
+        let mut value = self.value.clone();
+        let text = value.get_mut("text_config").and_then(Value::as_object_mut).is_some_and(rotations);
+        (rotations(&mut value) | text).then_some(Self { value })
     }
 
     /// How the weights are stored, as an engine with these rules sees it. Where the config does not say it, engines ask ModelOpt's
@@ -144,9 +197,13 @@ impl Settings {
         };
         let name = map.get("quant_method").and_then(Value::as_str).unwrap_or_default().to_lowercase();
         let name = name.replace("compressed_tensors", "compressed-tensors");
-        let modelopt = name.starts_with("modelopt")
-            || name.is_empty() && map.get("producer").is_some_and(|made| made["name"] == "modelopt");
-        if modelopt {
+        let made = map.get("producer").is_some_and(|made| made["name"] == "modelopt");
+        let modelopt = name.starts_with("modelopt");
+        if made && !modelopt && !name.is_empty() {
+            // Some engines go by the producer and some by the method.
+            return Method { name: format!("{name} by modelopt"), algorithm: None, nested: false };
+        }
+        if modelopt || made {
             let unnamed =
                 || Method { name: "modelopt".to_owned(), algorithm: Some("unnamed".to_owned()), nested: false };
             return by_modelopt(map).unwrap_or_else(unnamed);
@@ -207,25 +264,27 @@ impl Settings {
         }
         let scheme = json!({"num_bits": 8, "type": "float", "strategy": if per_head { "attn_head" } else { "tensor" },
             "symmetric": true, "dynamic": false});
-        let holder = self.holder("quantization_config");
         match method.name.as_str() {
             "" => {
-                holder.insert(
-                    "quantization_config".to_owned(),
-                    json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}),
-                );
+                *self.quantization_mut() =
+                    json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme})
+                        .as_object()
+                        .cloned()
+                        .unwrap_or_default();
             }
             "compressed-tensors" => {
-                holder["quantization_config"]["kv_cache_scheme"] = scheme;
+                let own = self.quantization_mut();
+                own.insert("kv_cache_scheme".to_owned(), scheme);
                 // Per-head scales are read only where it is there.
-                if holder["quantization_config"].get("config_groups").is_none_or(Value::is_null) {
-                    holder["quantization_config"]["config_groups"] = json!({});
+                let groups = own.entry("config_groups").or_insert(Value::Null);
+                if groups.is_null() {
+                    *groups = json!({});
                 }
             }
             // Else ModelOpt's own config asks for it.
-            "modelopt" if holder.contains_key("quantization_config") => {
-                holder["quantization_config"]["kv_cache_scheme"] =
-                    json!({"dynamic": false, "num_bits": 8, "type": "float"});
+            "modelopt" if self.quantization().is_some() => {
+                let scheme = json!({"dynamic": false, "num_bits": 8, "type": "float"});
+                self.quantization_mut().insert("kv_cache_scheme".to_owned(), scheme);
             }
             _ => {}
         }

@@ -1,6 +1,7 @@
 //! Attention of a folder that neither an audit nor an export judges.
 
 use super::audit::Unjudged;
+use super::built::other_class;
 use super::census::{self, Unread};
 use super::names::ScaleNames;
 use super::settings::Settings;
@@ -31,6 +32,18 @@ pub(super) fn unjudged(
         if let Some(reason) = reason {
             reasons.entry(reason).or_default().insert(tensor.name.to_owned());
         }
+    }
+    if let Some(class) = other_class(config, &spec.family) {
+        let why = format!(
+            "`architectures` names {class}, which engines build, and the bounds are those of `{}`",
+            spec.family
+        );
+        reasons.entry(why).or_default().insert("config.json".to_owned());
+    }
+    let below: BTreeSet<String> = files.files().filter(|file| file.contains('/')).map(str::to_owned).collect();
+    if !below.is_empty() {
+        let why = "lies in a folder below, where engines do not look for weights: move it up and mend the index";
+        reasons.entry(why.to_owned()).or_default().extend(below);
     }
     let adapters: BTreeSet<String> = census::adapter_files(folder).into_iter().collect();
     if !adapters.is_empty() {

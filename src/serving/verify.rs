@@ -7,7 +7,7 @@
 use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
 use super::census;
 use super::centers::{self, Judged};
-use super::description::{Carries, Loads, Parameters};
+use super::description::{Carries, Loads, Otherwise, Parameters};
 use super::engine::{Engine, Operand};
 use super::folder::{CERTIFICATE_FILE, check_read, folder_of};
 use super::names::ScaleNames;
@@ -43,14 +43,15 @@ pub fn verify(
     serving: &Serving,
     each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Vec<Audit>> {
-    serving.check(checkpoint.spec(), engines.first().is_none_or(|engine| engine.description().skips_layers))?;
+    let first = engines.first().unwrap_or(&Engine::Vllm).description();
+    serving.check(checkpoint.spec(), first.skips_layers, first.windows)?;
     let folder = folder_of(checkpoint.path())?;
     let found = Found::read(&folder, checkpoint)?;
     // Engines that compute alike share the bounds.
     let mut done: Vec<(AttentionSpec, Vec<Need>, Judged)> = Vec::new();
     let mut audits = Vec::with_capacity(engines.len());
     for engine in engines {
-        let spec = engine.spec(checkpoint.spec(), &found.config, found.generation.as_ref(), serving);
+        let spec = engine.spec(checkpoint.spec(), &found.config, found.generation.as_ref(), serving)?;
         if !done.iter().any(|(own, ..)| *own == spec) {
             let needs = needs(checkpoint, &spec, each)?;
             let centers = centers::judged(checkpoint, &spec, &folder)?;
@@ -339,6 +340,10 @@ impl<'a> Case<'a> {
         let engine = self.engine;
         let mut unjudged = Vec::new();
         let settings = |why: String| Unjudged { what: "config.json".to_owned(), why };
+        unjudged.extend(
+            self.otherwise()
+                .map(|row| settings(format!("`{}`, by which {engine} {}, is not judged", row.key, row.why))),
+        );
         match &self.gate {
             Gate::Refused(why) => unjudged.push(settings(format!("{engine} does not start: {why}"))),
             Gate::Unknown(why) => unjudged.push(settings(why.clone())),
@@ -357,6 +362,18 @@ impl<'a> Case<'a> {
             });
         }
         unjudged
+    }
+
+    /// Keys of the config by which the engine computes attention otherwise.
+    fn otherwise(&self) -> impl Iterator<Item = &'static Otherwise> {
+        let places = self.found.config.places();
+        let acts = move |row: &&Otherwise| {
+            places.iter().filter_map(|map| map.get(row.key)).any(|value| match value {
+                Value::Null | Value::Bool(false) => false,
+                value => row.neutral.is_none() || value.as_f64() != row.neutral,
+            })
+        };
+        self.engine.description().otherwise.iter().filter(acts)
     }
 
     fn row(

@@ -6,9 +6,9 @@
 use super::dense::{Largest, largest_eigenvalue};
 use super::gram::{Gram, GramPair, LayerGrams};
 use super::head_grams::HeadGrams;
-use super::power::summed_norm;
 use super::rope::{pair_norm_square, scaled_square};
 use super::spectrum::{Constants, ExactSpectrum, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
+use super::summed::summed_norm;
 use crate::error::Result;
 use crate::geometry::{Channels, LayerGeometry, Rotary};
 use nalgebra::DVector;

@@ -11,8 +11,8 @@ mod head_grams;
 mod mla;
 mod power;
 mod rope;
-mod scan;
 mod spectrum;
+mod summed;
 
 pub use dense::{Largest, largest_eigenvalue};
 pub use gram::{Gram, GramPair, LayerGrams};
@@ -20,10 +20,11 @@ pub use gram_engine::GramEngine;
 pub use head_grams::HeadGrams;
 pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaOperands, MlaSpectrum};
 pub use power::{
-    PowerEngine, PowerState, PowerVectors, certified_inflation, from_estimates, iterate_heads, iterate_sum, summed_norm,
+    PowerEngine, PowerState, PowerVectors, attention_factor, certified_inflation, from_estimates, iterate_heads,
+    iterate_sum,
 };
-pub use scan::{Scan, scan_positions};
 pub use spectrum::{
     Constants, Estimator, ExactSpectrum, HeadSpectrum, Iterations, LayerSpectrum, PowerEstimate, SpectralEngine,
     layer_channels,
 };
+pub use summed::summed_norm;

@@ -1,10 +1,11 @@
 //! Spectral facts as values, and the trait of the engines that find them.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::geometry::{Channels, HeadOperator, LayerGeometry};
 use crate::named;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use std::str::FromStr;
 
 /// What one call of the iteration tells.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -27,6 +28,34 @@ pub struct Iterations {
     pub cold: usize,
     /// From those of the forward before.
     pub warm: usize,
+}
+
+impl Iterations {
+    /// # Errors
+    /// `is_argument` if one of them is zero.
+    pub fn check(self) -> Result<()> {
+        match self {
+            Self { cold: 1.., warm: 1.. } => Ok(()),
+            Self { cold, warm } => {
+                Err(Error::argument(format_args!("iterations {cold},{warm}: at least 1 cold and 1 warm are needed")))
+            }
+        }
+    }
+}
+
+/// `COLD,WARM`.
+impl FromStr for Iterations {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let counts = text.split_once(',').and_then(|(cold, warm)| Some((cold.parse().ok()?, warm.parse().ok()?)));
+        let Some((cold, warm)) = counts else {
+            return Err(Error::argument(format_args!("iterations {text:?} must be COLD,WARM, such as 5,1")));
+        };
+        let iterations = Self { cold, warm };
+        iterations.check()?;
+        Ok(iterations)
+    }
 }
 
 /// Five and one, as in the paper.

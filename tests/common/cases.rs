@@ -312,6 +312,14 @@ pub fn cases() -> Vec<Case> {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
         ),
+        grouped(
+            "step3p5",
+            "gemma3",
+            json!({"query_pre_attn_scalar": 24, "num_attention_groups": 2, "num_sliding_attention_heads": 4, "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
+        ),
         wrapped("aria", "aria_text", "llama", "language_model.model.", &json!({})),
         hybrid(grouped("lfm2", "lfm2", json!({"full_attn_idxs": [1, 3]}))),
         hybrid(grouped(

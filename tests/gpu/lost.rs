@@ -1,8 +1,7 @@
 //! A device that is lost gives errors, and the process goes on.
 
 use crate::weights::{Case, Layer};
-use sigmascale::cuda::sources::Source;
-use sigmascale::cuda::{Arg, Device, DevicePtr, Launch};
+use sigmascale::cuda::{Arg, Device, DevicePtr, Launch, Source};
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::device::scale::ScaleEngine;
 use sigmascale::policy::PolicyKind;

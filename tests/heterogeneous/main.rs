@@ -365,7 +365,7 @@ fn what_does_not_fit_is_named() {
     let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
     says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "layer");
     says(gemma(json!({"head_dim": 512})), "head dimension 512");
-    says(json!({"model_type": "mimo_v2_flash"}), "differ in width");
+    says(json!({"model_type": "mimo_v2_flash"}), "narrower than its keys");
     // A missing tensor is named by the model's own number.
     let (folder, mut tensors) = (tempfile::tempdir().unwrap(), draw(&decilm()));
     tensors.0.remove("model.layers.2.self_attn.v_proj.weight");

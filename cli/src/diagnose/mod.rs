@@ -1,5 +1,6 @@
 //! `sigmascale diagnose`: which head of a run goes wrong first, and what to do.
 
+mod conditions;
 pub mod page;
 mod sentences;
 
@@ -17,14 +18,15 @@ use std::path::{Path, PathBuf};
 /// Find the head that goes wrong first in a training run, and what to do
 ///
 /// Reads the record that sigmascale.torch.Monitor writes, or two or more checkpoints of one run. docs/diagnose.md
-/// describes the alarms and their thresholds.
+/// describes the alarms and their thresholds. With --model and --tokens it runs a text through one checkpoint instead, and
+/// shows which heads have what the failure of BF16 attention needs.
 ///
 /// Exit codes: 0 no alarm, 1 an alarm was raised, 2 wrong usage, 3 the record or a checkpoint cannot be read.
 #[derive(clap::Args)]
 pub struct Args {
     /// Record of a run (JSON Lines); or checkpoints of one run: folders or .safetensors files, sorted by the number at
     /// the end of their names; or the output folder of a trainer, which has one of both
-    #[arg(required = true, value_name = "RUN|CHECKPOINTS")]
+    #[arg(required_unless_present = "model", value_name = "RUN|CHECKPOINTS")]
     paths: Vec<PathBuf>,
     /// |logit| at which the alarm logit-limit is raised where Q and K are in BF16 or FP8; in F16 8 times, in f32 65536
     /// times as large [default: 1000]
@@ -41,6 +43,20 @@ pub struct Args {
     /// alarm
     #[arg(long, value_name = "RATE", value_parser = real, allow_negative_numbers = true)]
     lr: Option<f64>,
+    /// One checkpoint, through which a text is run in BF16's arithmetic
+    #[arg(
+        long,
+        value_name = "FOLDER",
+        requires = "tokens",
+        conflicts_with_all = ["paths", "logit_limit", "growth", "window", "lr", "html"]
+    )]
+    model: Option<PathBuf>,
+    /// The text, read by the tokenizer.json of the checkpoint; FILE.json is a JSON list of token ids
+    #[arg(long, value_name = "FILE")]
+    tokens: Option<PathBuf>,
+    /// Tokens of a sequence, of which 16 are run at most [default: 256]
+    #[arg(long, value_name = "N", value_parser = count)]
+    seq_len: Option<usize>,
     /// Also write the result as an HTML page with the run's history to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -51,6 +67,14 @@ pub struct Args {
 /// Runs the command; whether no alarm was raised.
 pub fn run(args: Args, made: &Made) -> Result<bool> {
     args.output.check()?;
+    if let (Some(model), Some(tokens)) = (&args.model, &args.tokens) {
+        return conditions::run(model, tokens, args.seq_len, &args.output).map(|()| true);
+    }
+    if args.tokens.is_some() || args.seq_len.is_some() {
+        return Err(Error::argument(
+            "--tokens and --seq-len need --model FOLDER, the checkpoint that a text is run through",
+        ));
+    }
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;
     }
@@ -118,15 +142,11 @@ fn is_record(path: &Path) -> bool {
 
 fn table(diagnosis: &Diagnosis, most: usize) -> String {
     let mut out = wrapped(&sentences::headline(diagnosis), "");
-    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
-    out.push_str(&toned(tone, &wrapped(&sentences::verdict(diagnosis), "")));
     if !diagnosis.alarms.is_empty() {
         out.push('\n');
         let mut table = Table::new(sentences::ALARM_HEADS);
         diagnosis.alarms.iter().for_each(|alarm| table.row(sentences::alarm(alarm)));
         out.push_str(&table.left_last().render());
-        out.push_str("\nwhat to do:\n");
-        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ")));
     }
     if !diagnosis.heads.is_empty() {
         out.push('\n');
@@ -138,6 +158,12 @@ fn table(diagnosis: &Diagnosis, most: usize) -> String {
             out.push_str(&format!("{} more heads (--all prints them)\n", heads.len() - most));
         }
         out.push_str(&wrapped(&sentences::legend(diagnosis), ""));
+    }
+    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
+    out.push_str(&format!("\n{}", toned(tone, &wrapped(&sentences::verdict(diagnosis), ""))));
+    if !diagnosis.alarms.is_empty() {
+        out.push_str("What to do:\n");
+        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ")));
     }
     out
 }

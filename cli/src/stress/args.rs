@@ -9,7 +9,7 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::names::Named;
-use sigmascale::spectral::Estimator;
+use sigmascale::spectral::{Estimator, Iterations};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Mode, Scenario, StressOptions, TokenFile};
 use std::path::PathBuf;
@@ -59,9 +59,12 @@ pub struct Args {
     /// Where bounds are computed; attention runs on the CPU in any case
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: Device,
-    /// Where norms come from, for policies that plan from bounds; power and power-summed do one iteration a step
+    /// Where norms come from, for policies that plan from bounds
     #[arg(long, value_parser = named::<Estimator>(), default_value = Estimator::Gram.name())]
     pub estimator: Estimator,
+    /// Iterations of power and power-summed: in the first step, and in each later one
+    #[arg(long, value_name = "COLD,WARM", default_value = "5,1")]
+    pub iterations: Iterations,
     /// Recorded maxima, for replay and all
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
@@ -169,6 +172,7 @@ impl Args {
             delta: self.delta,
             bounds_on_gpu: self.device == Device::Cuda,
             estimator: self.estimator,
+            iterations: self.iterations,
         })
     }
 

@@ -6,7 +6,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use sigmascale::model::Checkpoint;
-use sigmascale::serving::{Engine, Serving, verify};
+use sigmascale::serving::{Engine, ExportOptions, Serving, export, verify};
 use std::path::Path;
 
 /// Far below what any operand here needs.
@@ -241,6 +241,97 @@ fn settings() {
     }
 }
 
+/// Keys of the config by which an engine computes attention otherwise than the bounds do.
+#[test]
+fn what_engines_compute() {
+    let rotation = |more: Value| {
+        let mut rotation = json!({"rope_type": "default", "rope_theta": 10000.0});
+        rotation.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"rope_parameters": rotation})
+    };
+    let rows: Vec<(&[Engine], Value)> = vec![
+        // The class, by which engines choose what they build.
+        (BOTH, json!({"architectures": ["GemmaForCausalLM"]})),
+        (BOTH, json!({"architectures": ["LlamaForCausalLM", "Gemma2ForCausalLM"]})),
+        (BOTH, json!({"architectures": ["Llama4ForCausalLM"]})),
+        (BOTH, json!({"architectures": ["EagleLlamaForCausalLM"]})),
+        (BOTH, json!({"text_config": {"architectures": ["GemmaForCausalLM"]}})),
+        (BOTH, json!({"dual_chunk_attention_config": {"chunk_size": 64, "local_size": 16}})),
+        (VLLM, json!({"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 3.0}})),
+        (BOTH, rotation(json!({"use_fope": true, "num_key_value_heads": 2}))),
+        (BOTH, rotation(json!({"rope_dim": 8}))),
+        (&[Engine::Sglang], rotation(json!({"rope_type": "yarn", "factor": 4.0, "attn_factor": 3.0}))),
+        (&[Engine::Sglang], rotation(json!({"video_rope": true, "mrope_section": [2, 3, 3], "factor": 40.0}))),
+        (&[Engine::Sglang], json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 3.0}})),
+    ];
+    for (engines, change) in rows {
+        let mut model = sound();
+        model.case.config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        // What the config itself changes is covered.
+        for layer in 0..4 {
+            NAMES.iter().for_each(|name| model.scale(layer, name, 9.0));
+        }
+        let folder = model.folder();
+        engines.iter().for_each(|engine| assert!(!is_safe(folder.path(), *engine), "{engine}: {change}"));
+    }
+    for change in [
+        json!({"architectures": ["LlamaForCausalLM"]}),
+        json!({"architectures": ["MistralForCausalLM"]}),
+        json!({"dual_chunk_attention_config": null, "llama_4_scaling": null}),
+        rotation(json!({"use_fope": false, "attn_factor": 1.0, "video_rope": false})),
+    ] {
+        let mut model = sound();
+        model.case.config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        let folder = model.folder();
+        BOTH.iter().for_each(|engine| assert!(is_safe(folder.path(), *engine), "{engine}: {change}"));
+    }
+    // A factor of the rotation that a class does not read: with that of the lengths, keys are up to 1.09 times larger.
+    for rotation in [
+        json!({"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0], "long_factor": [1.0],
+            "original_max_position_embeddings": 16, "attention_factor": 0.05}),
+        json!({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "attention_factor": 0.05}),
+    ] {
+        let needed = |stated: bool| {
+            let mut model = Model::llama();
+            model.case.config["max_position_embeddings"] = json!(128);
+            model.case.config["rope_parameters"] = rotation.clone();
+            if !stated {
+                model.case.config["rope_parameters"].as_object_mut().unwrap().remove("attention_factor");
+            }
+            BOTH.iter().map(|engine| model.audit(*engine).layers[1].k[0].needed).collect::<Vec<_>>()
+        };
+        assert_eq!(needed(true), needed(false), "{rotation}");
+    }
+}
+
+/// The older name of `quantization_config` asks for the same.
+#[test]
+fn the_older_name_of_the_quantization() {
+    let mut model = sound();
+    let config = model.case.config.as_object_mut().unwrap();
+    let said = config.remove("quantization_config").unwrap();
+    config.insert("compression_config".to_owned(), said);
+    let folder = model.folder();
+    BOTH.iter().for_each(|engine| assert!(is_safe(folder.path(), *engine), "{engine}"));
+    for layer in 0..4 {
+        model.scale(layer, "k_scale", f64::from(SMALL));
+    }
+    let folder = model.folder();
+    for engine in BOTH {
+        let audit = super::model::audit(folder.path(), *engine, &Serving::default());
+        let entry = &audit.layers[0].k[0];
+        assert!(entry.scale == SMALL && entry.factor.unwrap() > 10.0, "{engine}: {entry:?}");
+    }
+    // An export keeps the name.
+    let place = tempfile::tempdir().unwrap();
+    let out = place.path().join("out");
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let options = ExportOptions { engine: Engine::Vllm, per_head: false, copy: true, serving: Serving::default() };
+    export(&checkpoint, &out, &options, &mut || Ok(())).unwrap();
+    assert!(is_safe(&out, Engine::Vllm));
+}
+
 /// Weights of attention that are not those which were bounded.
 #[test]
 fn weights() {
@@ -260,6 +351,9 @@ fn weights() {
         ("model.layers.0.self_attn.k_proj.qweight", &[6, 32]),
         ("model.layers.0.self_attn.k_proj.weight_packed", &[32, 6]),
         ("model.layers.0.self_attn.k_proj.pre_quant_scale", &[48]),
+        // vLLM adds them by keys of other families: `bias`, `qkv_bias`.
+        ("model.layers.0.self_attn.k_proj.bias", &[32]),
+        ("model.layers.0.input_layernorm.bias", &[48]),
         ("model.layers.0.encoder_attn.k_proj.weight", &[32, 48]),
         ("model.layers.0.crossattention.key.weight", &[32, 48]),
         ("decoder.layers.0.self_attn.k_proj.weight", &[32, 48]),
@@ -314,6 +408,15 @@ fn files() {
         std::fs::write(folder.path().join(name), bytes).unwrap();
         BOTH.iter().for_each(|engine| assert!(!is_safe(folder.path(), *engine), "{engine}: {name}"));
     }
+    // Engines take the files of the folder itself.
+    let folder = sound().folder();
+    std::fs::create_dir(folder.path().join("below")).unwrap();
+    std::fs::rename(folder.path().join("model.safetensors"), folder.path().join("below/model.safetensors")).unwrap();
+    let map: serde_json::Map<String, Value> =
+        sound().tensors.0.keys().map(|name| (name.clone(), json!("below/model.safetensors"))).collect();
+    let index = json!({"metadata": {}, "weight_map": map});
+    std::fs::write(folder.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+    BOTH.iter().for_each(|engine| assert!(!is_safe(folder.path(), *engine), "{engine}: a folder below"));
     // vLLM prefers these to the others.
     let folder = sound().folder();
     let copy = std::fs::read(folder.path().join("model.safetensors")).unwrap();

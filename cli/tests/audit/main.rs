@@ -440,6 +440,16 @@ fn layers_can_be_kept_out_of_the_cache() {
     slides.iter().for_each(|layer| model.scale(*layer, "k_scale", 1e-6));
     assert!(!model.audit(Engine::Vllm).safe);
     assert!(model.audit_with(Engine::Vllm, &skip(&["sliding_window"])).safe);
+    // A class without windows by layer casts those layers too.
+    let settings = json!({"use_sliding_window": true, "max_window_layers": 2, "sliding_window": 64});
+    let mut model = Model::new(Case { bias: true, ..grouped("qwen2", "llama", settings) });
+    model.case.config["quantization_config"] = compressed();
+    let folder = model.folder();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    assert!(checkpoint.spec().layers.iter().any(|own| own.window.is_some()));
+    let error = verify(&checkpoint, &[Engine::Vllm], &skip(&["sliding_window"]), &mut || Ok(())).unwrap_err();
+    assert!(error.is_argument() && error.to_string().contains("`qwen2`"), "{error}");
+    let folder = Model::llama().folder();
     // What is not there, or not to be had.
     for (args, part) in [
         (["--for", "vllm", "--skip-layers", "9"], "no layer"),

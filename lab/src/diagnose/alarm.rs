@@ -53,11 +53,6 @@ impl AlarmKind {
             Self::NonFiniteLoss => "docs/monitoring.md, what the guard does",
         }
     }
-
-    /// Whether it is about the loss itself: what the other alarms are to come before.
-    pub fn is_loss(self) -> bool {
-        matches!(self, Self::LossSpike | Self::NonFiniteLoss)
-    }
 }
 
 /// An alarm that was raised.

@@ -14,7 +14,7 @@ use sigmascale::{Error, Result};
 /// Model-dimension entries of a weight panel.
 const PANEL: usize = 256;
 
-/// What QK-norms divide by: `sqrt(mean square + EPSILON)`.
+/// What norms of q and k divide by, `sqrt(mean square + epsilon)`, for tokens that are not a model's own.
 const EPSILON: f64 = 1e-6;
 
 /// Normalized tokens, before a norm's gain and shift: `||x_hat|| = sqrt(d_model)`.
@@ -23,6 +23,8 @@ pub struct Tokens {
     /// `count x d_model`, row-major.
     pub(super) values: Vec<f32>,
     pub(super) d_model: usize,
+    /// What norms of the q and k that are made of them add to the mean square.
+    pub(super) epsilon: f64,
 }
 
 impl Tokens {
@@ -39,7 +41,7 @@ impl Tokens {
             token.iter_mut().for_each(|x| *x = StandardNormal.sample(&mut rng));
             normalise(token, centred);
         }
-        Self { values, d_model: d }
+        Self { values, d_model: d, epsilon: EPSILON }
     }
 
     /// Tokens from rows of any length above zero, brought to the norm's sphere.
@@ -60,7 +62,7 @@ impl Tokens {
         let mut values = values.to_vec();
         let centred = spec.norm.kind == NormKind::LayerNorm;
         values.chunks_exact_mut(d).for_each(|token| normalise(token, centred));
-        Ok(Self { values, d_model: d })
+        Ok(Self { values, d_model: d, epsilon: EPSILON })
     }
 
     /// The values, `count x d_model`.
@@ -153,14 +155,16 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
             behind_rotation: false,
             rotated_only: false,
         };
-        qk_norm(r, &norm, None, n_kv, &mut projected.v)?;
+        qk_norm(r, &norm, tokens.epsilon, None, n_kv, &mut projected.v)?;
     }
     let sides =
         [(&mut projected.q, n_q, &weights.q_norm, "q norm"), (&mut projected.k, n_kv, &weights.k_norm, "k norm")];
     for (values, heads, vectors, name) in sides {
         let normalise = |values: &mut [f32], behind_rotation: bool| match &spec.qk_norm_of(own) {
-            Some(norm) if norm.behind_rotation == behind_rotation => qk_norm(r, norm, vectors.as_ref(), heads, values)
-                .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name))),
+            Some(norm) if norm.behind_rotation == behind_rotation => {
+                qk_norm(r, norm, tokens.epsilon, vectors.as_ref(), heads, values)
+                    .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name)))
+            }
             _ => Ok(()),
         };
         normalise(values, false)?;
@@ -187,7 +191,7 @@ fn stored_gain(stored: f64, form: GainForm) -> f64 {
 }
 
 /// The projections' input, one token per column.
-pub(super) fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<DMatrix<f32>> {
+pub(crate) fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<DMatrix<f32>> {
     let d = spec.d_model;
     let mut input = DMatrix::from_column_slice(d, tokens.count(), &tokens.values);
     for (vector, name) in [(&weights.norm_gain, "gain"), (&weights.norm_shift, "shift")] {
@@ -267,7 +271,14 @@ fn block_product(weight: &MatrixView<'_>, input: &DMatrix<f32>) -> DMatrix<f32> 
 }
 
 /// Normalizes q or k over each head, or over all heads of a token.
-fn qk_norm(r: usize, norm: &QkNorm, vectors: Option<&NormVectors>, heads: usize, values: &mut [f32]) -> Result<()> {
+fn qk_norm(
+    r: usize,
+    norm: &QkNorm,
+    epsilon: f64,
+    vectors: Option<&NormVectors>,
+    heads: usize,
+    values: &mut [f32],
+) -> Result<()> {
     let span = match norm.scope {
         QkNormScope::PerHead => r,
         QkNormScope::Joint => heads * r,
@@ -291,7 +302,7 @@ fn qk_norm(r: usize, norm: &QkNorm, vectors: Option<&NormVectors>, heads: usize,
                 NormKind::RmsNorm | NormKind::None => 0.0,
             };
             let square = part.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / n;
-            let factor = (square + EPSILON).sqrt().recip();
+            let factor = (square + epsilon).sqrt().recip();
             for (c, x) in part.iter_mut().enumerate() {
                 let channel = at * span + c;
                 let of = |row: &[f64]| row[channel % row.len()];

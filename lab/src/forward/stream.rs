@@ -5,7 +5,7 @@
 //! around:        h += norm(O attention(norm(h)))  h += norm(MLP(norm(h)))     (Gemma 2 and 3)
 //! of outputs:    h += norm(O attention(h))        h += norm(MLP(h))           (OLMo 2)
 //! norms after:   h  = norm(h + O attention(h))    h  = norm(h + MLP(h))       (BERT)
-//! MLP(x) = down(act(gate x) * up x), or down(act(up x)) without a gate
+//! MLP(x) = down(act(gate x) * up x), or down(act(up x)) without a gate, or the sum over those that a router chooses
 //! ```
 //!
 //! Attention itself is the caller's: [`Stream::input`] gives what a layer's projections read, [`Stream::advance`] takes
@@ -14,7 +14,7 @@
 use super::qkv::{Tokens, affine, normed, product};
 use nalgebra::DMatrix;
 use rayon::prelude::*;
-use sigmascale::model::{Activation, AttentionSpec, Block, Body, LayerWeights, Linear, NormKind, NormOrder};
+use sigmascale::model::{Activation, AttentionSpec, Block, Body, LayerWeights, Linear, Mlp, NormKind, NormOrder};
 use sigmascale::{Error, Result};
 use statrs::function::erf::erf;
 use std::f32::consts::FRAC_2_SQRT_PI;
@@ -79,7 +79,7 @@ impl Stream {
         if spec.norm.kind != NormKind::None {
             normalise_all(&mut values, spec, body);
         }
-        Tokens { values: values.as_slice().to_vec(), d_model: spec.d_model }
+        Tokens { values: values.as_slice().to_vec(), d_model: spec.d_model, epsilon: body.epsilon }
     }
 
     /// Goes through the rest of a layer: `attention` is its output, `(token, query head, channel)`; `weights` are those
@@ -119,7 +119,7 @@ impl Stream {
         let out = linear(&block.attention_out, &DMatrix::from_column_slice(inner, count, attention))?;
         self.hidden += normed_by(out, block.attention_gain.as_deref(), None);
         let y = normed_by(self.hidden.clone(), block.gain.as_deref(), block.shift.as_deref());
-        let out = normed_by(mlp(body.activation, block, &y)?, block.mlp_gain.as_deref(), None);
+        let out = normed_by(mlps(body.activation, block, &y)?, block.mlp_gain.as_deref(), None);
         if body.order == NormOrder::After {
             self.hidden = y;
         }
@@ -167,17 +167,43 @@ fn linear(linear: &Linear<'_>, input: &DMatrix<f32>) -> Result<DMatrix<f32>> {
     Err(Error::non_finite(format_args!("tensor `{}`: its product with these tokens is not finite", linear.name)))
 }
 
-fn mlp(activation: Activation, block: &Block<'_>, input: &DMatrix<f32>) -> Result<DMatrix<f32>> {
-    let mut inner = linear(&block.up, input)?;
+/// The MLP of a block, or of each token those that the router chooses.
+fn mlps(activation: Activation, block: &Block<'_>, input: &DMatrix<f32>) -> Result<DMatrix<f32>> {
+    let Some(router) = &block.router else { return mlp(activation, &block.mlps[0], input) };
+    let logits = linear(&router.logits, input)?;
+    // The tokens of each MLP, with the weights of its outputs.
+    let mut taken = vec![Vec::new(); block.mlps.len()];
+    for (token, logits) in logits.column_iter().enumerate() {
+        let most = logits.max();
+        let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        order.truncate(router.chosen);
+        let share = |at: &usize| f64::from(logits[*at] - most).exp() / sum;
+        let whole = if router.normalized { order.iter().map(share).sum() } else { 1.0 };
+        order.iter().for_each(|at| taken[*at].push((token, (share(at) / whole) as f32)));
+    }
+    let mut out = DMatrix::zeros(input.nrows(), input.ncols());
+    for (expert, tokens) in block.mlps.iter().zip(&taken).filter(|(_, tokens)| !tokens.is_empty()) {
+        let own = mlp(activation, expert, &input.select_columns(tokens.iter().map(|(token, _)| token)))?;
+        for ((token, weight), from) in tokens.iter().zip(own.column_iter()) {
+            out.column_mut(*token).axpy(*weight, &from, 1.0);
+        }
+    }
+    Ok(out)
+}
+
+fn mlp(activation: Activation, mlp: &Mlp<'_>, input: &DMatrix<f32>) -> Result<DMatrix<f32>> {
+    let mut inner = linear(&mlp.up, input)?;
     let apply = |x: f32| activate(activation, x);
-    match &block.gate {
+    match &mlp.gate {
         Some(gate) => {
             let gate = linear(gate, input)?;
             inner.as_mut_slice().par_iter_mut().zip(gate.as_slice()).for_each(|(x, gate)| *x *= apply(*gate));
         }
         None => inner.as_mut_slice().par_iter_mut().for_each(|x| *x = apply(*x)),
     }
-    linear(&block.down, &inner)
+    linear(&mlp.down, &inner)
 }
 
 fn activate(activation: Activation, x: f32) -> f32 {

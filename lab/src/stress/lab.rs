@@ -149,7 +149,10 @@ impl<'a> Lab<'a> {
         tail: Tail,
     ) -> Result<Self> {
         let run = |&policy: &PolicyConfig| {
-            let runtime = Runtime::new(spec, RuntimeConfig { tail, estimator: options.estimator, ..policy.into() })?;
+            let runtime = Runtime::new(
+                spec,
+                RuntimeConfig { tail, estimator: options.estimator, iterations: options.iterations, ..policy.into() },
+            )?;
             let burn_in = if let PolicyConfig::AutoC(config) = policy { config.burn_in as usize } else { 0 };
             Ok(Run { kind: policy.kind(), runtime, burn_in, tally: Tally::default(), failed: None })
         };

@@ -35,6 +35,7 @@
 mod ablate;
 mod bounds;
 mod calls;
+mod conditions;
 mod lab;
 mod low_precision;
 mod metrics;
@@ -48,6 +49,7 @@ mod tokenizer;
 mod tokens;
 
 pub use ablate::{AblationRow, Parameter, ablate};
+pub use conditions::{Conditions, HeadConditions, conditions};
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
 pub use low_precision::{

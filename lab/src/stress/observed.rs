@@ -39,7 +39,20 @@ pub struct Observed {
     pub layers: Vec<LayerMaxima>,
 }
 
-/// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer.
+/// How many sequences of a text are run, and their length.
+pub(super) fn sequences_of(model: &StressModel, file: &TokenFile, seq_len: Option<usize>) -> Result<(usize, usize)> {
+    let body = model.body(0)?;
+    let available = file.count(model.spec(), &body)?;
+    let longest = body.longest.map_or(usize::MAX, |(longest, _)| longest);
+    let seq_len = seq_len.unwrap_or(StressOptions::default().seq_len.min(available).min(longest));
+    if seq_len == 0 {
+        return Err(Error::argument("seq_len must be at least 1"));
+    }
+    Ok(((available / seq_len).clamp(1, SEQUENCES), seq_len))
+}
+
+/// Runs a text through a checkpoint in f32, in sequences of at most `seq_len` tokens. `each` is called after each layer, and
+/// stops the work by an error.
 ///
 /// # Errors
 /// `is_unsupported` if the family has no forward here; as [`TokenFile::read`].
@@ -47,17 +60,10 @@ pub fn observe(
     model: &StressModel,
     file: &TokenFile,
     seq_len: Option<usize>,
-    each: &mut dyn FnMut(),
+    each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Observed> {
     let spec = model.spec();
-    let body = model.body(0)?;
-    let available = file.count(spec, &body)?;
-    let longest = body.longest.map_or(usize::MAX, |(longest, _)| longest);
-    let seq_len = seq_len.unwrap_or(StressOptions::default().seq_len.min(available).min(longest));
-    if seq_len == 0 {
-        return Err(Error::argument("seq_len must be at least 1"));
-    }
-    let sequences = (available / seq_len).clamp(1, SEQUENCES);
+    let (sequences, seq_len) = sequences_of(model, file, seq_len)?;
     let mut source = Source::text(model, file, sequences, seq_len, false)?;
     let mut layers = Vec::with_capacity(spec.layers.len());
     for (layer, own) in spec.layers.iter().enumerate() {
@@ -79,7 +85,7 @@ pub fn observe(
             }
         }
         layers.push(most);
-        each();
+        each()?;
     }
     let tokens = source.summary().ok_or_else(|| Error::argument("there is no text"))?;
     Ok(Observed { tokens, sequences, seq_len, layers })

@@ -4,7 +4,7 @@ use super::tokens::TokenFile;
 use sigmascale::attention::Precision;
 use sigmascale::bound::Tail;
 use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind, ScaledTensor};
-use sigmascale::spectral::Estimator;
+use sigmascale::spectral::{Estimator, Iterations};
 use sigmascale::{Error, Result};
 
 /// Steps of the scenarios that have more than one.
@@ -113,8 +113,10 @@ pub struct StressOptions {
     pub delta: f64,
     /// Bounds from the scale engine on the first GPU; everything else runs on the CPU in any case.
     pub bounds_on_gpu: bool,
-    /// Where norms come from, for the policies that plan from bounds; one iteration a step if they are estimated.
+    /// Where norms come from, for the policies that plan from bounds.
     pub estimator: Estimator,
+    /// Iterations of a step, if they are estimated.
+    pub iterations: Iterations,
 }
 
 impl Default for StressOptions {
@@ -130,6 +132,7 @@ impl Default for StressOptions {
             delta: Tail::default().delta,
             bounds_on_gpu: false,
             estimator: Estimator::Gram,
+            iterations: Iterations::default(),
         }
     }
 }

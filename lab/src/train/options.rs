@@ -9,7 +9,7 @@ use sigmascale::bound::Tail;
 use sigmascale::fp8::OnOverflow;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::runtime::RuntimeConfig;
-use sigmascale::spectral::Estimator;
+use sigmascale::spectral::{Estimator, Iterations};
 use sigmascale::{Error, Result};
 
 /// What a run is made from.
@@ -56,6 +56,8 @@ pub struct TrainOptions {
     pub compare: bool,
     /// Where norms come from, for the policies that plan from bounds.
     pub estimator: Estimator,
+    /// Iterations of a step, if they are estimated.
+    pub iterations: Iterations,
 }
 
 impl TrainOptions {
@@ -82,6 +84,7 @@ impl TrainOptions {
             bias: 0.0,
             compare: true,
             estimator: Estimator::Gram,
+            iterations: Iterations::default(),
         }
     }
 
@@ -142,7 +145,7 @@ impl TrainOptions {
 
     /// That of another policy over the same run.
     pub(super) fn runtime_of(&self, policy: PolicyConfig) -> RuntimeConfig {
-        RuntimeConfig { tail: self.tail, estimator: self.estimator, ..policy.into() }
+        RuntimeConfig { tail: self.tail, estimator: self.estimator, iterations: self.iterations, ..policy.into() }
     }
 
     /// That of a layer's call in a step, which stochastic rounding has its own bits for.

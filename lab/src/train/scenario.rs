@@ -81,6 +81,7 @@ impl LabOptions {
             train: TrainOptions {
                 seed: options.seed,
                 estimator: options.estimator,
+                iterations: options.iterations,
                 tail: Tail { delta: options.delta, ..base.train.tail },
                 seq_len: seq_len.unwrap_or(base.train.seq_len),
                 ..base.train

@@ -24,6 +24,7 @@ from ._cache import fp8_cache
 from ._callbacks import TrainerMonitor
 from ._context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from ._flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from ._fold import fold_values
 from ._guard import Guard
 from ._hugging_face import register
 from ._layers import Layer
@@ -53,6 +54,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "fold_values",
     "fp8_cache",
     "gather_sequence",
     "max_logit_bound",

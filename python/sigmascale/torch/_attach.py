@@ -19,6 +19,7 @@ def attach(
     bound: Bound | None = None,
     *,
     estimator: Estimator = "gram",
+    iterations: tuple[int, int] = (5, 1),
     logits: Literal["e4m3"] | None = None,
     layers: Layers | None = None,
     backend: Backend = "auto",
@@ -47,9 +48,10 @@ def attach(
 
     ``estimator`` says where the norms of the logit bounds come from, under every policy that plans from them: ``gram`` (exact,
     certified), ``power`` (the paper's power iteration, a head at a time) or ``power-summed`` (of the sum over a layer's heads, as
-    the paper has it). The last two keep their vectors from refresh to refresh: five iterations at first, one at each ``refresh()``,
-    to be called before every forward. They promise nothing: see :meth:`Runtime.estimates`. Descales of q, k and v are the same
-    under each.
+    the paper has it). The last two keep their vectors from refresh to refresh: ``iterations`` says how many they do at first and at
+    each ``refresh()``, which is what the paper calls a step. They promise nothing: see :meth:`Runtime.estimates`. Descales of q, k
+    and v are the same under each. Where ranks share a layer's heads (``parallelize_module``), ``power-summed`` communicates: all
+    of them must attach and refresh.
 
     ``logits="e4m3"`` also casts the logits of every call, by the plan's logit descales, as the paper does: see :func:`attention`.
 
@@ -95,6 +97,7 @@ def attach(
         estimator,
         logits,
         center,
+        iterations,
         optimizer=optimizer,
         strict=strict,
     )

@@ -180,12 +180,7 @@ class View:
         if not is_dtensor(tensor):
             return tensor, 1, 0, False
         sliced = self._at_rest and bool(self._units.above(owner))
-        if sliced:
-            # FSDP strides what it cuts of rows that tensor parallelism has sharded before; the other shards are those ranks.
-            strided = [hasattr(placement, "split_factor") for placement in tensor.placements]
-            ranks, rank = _place(tensor, [any(strided) and not own for own in strided])
-        else:
-            ranks, rank = _place(tensor, [True] * len(tensor.placements))
+        ranks, rank = _place(tensor, _of_heads(tensor, sliced))
         rows = tensor.shape[0] if tensor.dim() else 1
         if rows % ranks or not (sliced or all(map(_by_rows, tensor.placements))):
             # Refused if a layer has it: see `plain`.
@@ -209,6 +204,28 @@ class Origin(typing.NamedTuple):
     ranks: int
     rank: int
     sliced: bool
+
+
+def _of_heads(tensor, sliced):
+    """Which dimensions of a DTensor's mesh share out heads, where FSDP may have ``sliced`` the rest."""
+    if not sliced:
+        return [True] * len(tensor.placements)
+    # FSDP strides what it cuts of rows that tensor parallelism has sharded before; the other shards are those ranks.
+    strided = [hasattr(placement, "split_factor") for placement in tensor.placements]
+    return [any(strided) and not own for own in strided]
+
+
+def head_group(origin):
+    """The process group of the ranks that share the heads of a parameter."""
+    tensor = getattr(origin.owner, origin.name)
+    which = _of_heads(tensor, origin.sliced)
+    (dimension, *others) = [at for at, placement in enumerate(tensor.placements) if which[at] and hasattr(placement, "dim")]
+    if others:
+        raise UnsupportedError(
+            f"{origin.name} is sharded over several dimensions of its mesh, whose ranks have no process group of their own: take "
+            "estimator='power'"
+        )
+    return tensor.device_mesh.get_group(dimension)
 
 
 def _place(tensor, which):

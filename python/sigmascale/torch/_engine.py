@@ -7,7 +7,7 @@ import torch
 
 from .. import _native
 from .._errors import UnsupportedError
-from . import _distributed, _estimates, _heads, _host, _layers
+from . import _distributed, _heads, _host, _layers
 
 
 class Engine:
@@ -34,12 +34,13 @@ class Engine:
         self._results = _Results(self._engine, targets, runtime)
         self._copies = self._results.copies([len(each) for each in entries], indices)
         self._estimates, self._indices = runtime._estimates, indices
+        self._found = None if self._estimates is None else found
 
     def run(self, stream):
         if self._estimates is None:
             self._engine.launch(stream)
         else:
-            self._estimates.launch(self._engine, self._results.vectors, stream, self._indices)
+            self._estimates.launch(self._engine, self._results, stream, self._indices, self._found)
         for source, target in self._copies:
             target.copy_(source)
 
@@ -61,9 +62,7 @@ def _estimating(rows, runtime):
     estimates = runtime._estimates
     if runtime.device.type == "cpu":
         return _host.EstimateEngine(rows, estimates, dataclasses.asdict(runtime.tail), runtime._q_heads)
-    iterations = (_estimates.COLD, _estimates.WARM)
-    eta = runtime.tail.eta
-    return _native.EstimateEngine(runtime.device.index, rows, estimates.estimator, eta, iterations, estimates.cover)
+    return _native.EstimateEngine(runtime.device.index, rows, estimates.estimator, runtime.tail.eta, estimates.cover)
 
 
 class _DeviceMla:
@@ -125,7 +124,7 @@ class ShapeEngine:
         if self._estimates is None:
             self._engine.launch(stream, given)
         else:
-            self._estimates.launch(self._engine, self._results.vectors, stream, [index], given)
+            self._estimates.launch(self._engine, self._results, stream, [index], [layer], given)
         if index not in self._copies:
             self._copies[index] = self._results.copies([len(given)], [index])
         for source, target in self._copies[index]:
@@ -141,8 +140,10 @@ class _Results:
     def __init__(self, engine, targets, runtime):
         results = engine.results()
         self.word = _heads.memory(engine, results.pop("status"), torch.int32, runtime.device)
-        vectors = results.pop("vectors", None)
-        self.vectors = None if vectors is None else _heads.memory(engine, vectors, torch.float32, runtime.device)
+        of_estimates = [results.pop(name, None) for name in ("vectors", "sigma")]
+        self.vectors, self.sigma = (
+            None if place is None else _heads.memory(engine, place, torch.float32, runtime.device) for place in of_estimates
+        )
         self._values = {
             name: _heads.memory(engine, place, torch.float32, runtime.device) for name, place in results.items()
         }

@@ -6,7 +6,7 @@ import torch
 
 from .. import _native
 from .._errors import UnsupportedError
-from ._estimates import COLD, SUMMED, WARM
+from ._estimates import SUMMED
 
 _WORDS = 8
 _STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -53,29 +53,32 @@ class ScaleEngine:
 
 
 class EstimateEngine:
-    """The same with norms from power iteration; ``vectors`` are written in front of a launch and read behind it."""
+    """The same with norms from power iteration; ``vectors`` are written in front of a launch and read behind it, or in place of
+    iterations ``sigma``, the estimates of the layers' sums."""
 
     def __init__(self, layers, estimates, tail, q_heads):
         self._layers, self._estimates, self._tail, self._q_heads = layers, estimates, tail, q_heads
         n_q, n_kv = _rows(layers, "n_q"), _rows(layers, "n_kv")
         owner = "n_kv" if estimates.estimator == SUMMED else "n_q"
         self._vectors = _zeros(sum(layer[owner] * layer["d_head"] for layer in layers))
+        self._sigma = _zeros(len(layers) if owner == "n_kv" else n_q)
         self._results = {"heads": _zeros(4 * n_kv) + 1, "operands": _zeros(3 * n_kv), "bounds": _zeros(_WORDS * n_q)}
 
     def results(self):
         """As :meth:`ScaleEngine.results`, and the vectors."""
-        return self._results | {"vectors": self._vectors, "status": _zeros(1, torch.int32)}
+        return self._results | {"vectors": self._vectors, "sigma": self._sigma, "status": _zeros(1, torch.int32)}
 
     def fits(self, layers):
         """As :meth:`ScaleEngine.fits`."""
         shape = lambda layers: [(x["n_q"], x["n_kv"], x["d_head"]) for x in layers]
         return shape(layers) == shape(self._layers)
 
-    def launch(self, _, layers, cold):
+    def launch(self, _, layers, count, cold):
         """Computes everything."""
         layers = self._layers if layers is None else layers
-        count, cover = (COLD, self._estimates.cover) if cold else (WARM, None)
-        given = layers, self._estimates.estimator, self._tail, self._q_heads, self._vectors.tolist(), count, cover
+        cover = self._estimates.cover if cold else None
+        sums = None if count else self._sigma.tolist()
+        given = layers, self._estimates.estimator, self._tail, self._q_heads, self._vectors.tolist(), count, cover, sums
         *values, vectors = _native.host_estimates(*given)
         for tensor, row in zip((*self._results.values(), self._vectors), (*values, vectors)):
             tensor.copy_(_values(row))

@@ -345,6 +345,16 @@ class Layers:
             rows.append([index if layer.number is None else layer.number, first, layer.n_kv_heads, layer.n_q_heads])
         return rows
 
+    def head_ranks(self):
+        """Of each layer: how many ranks share its heads, and which of them this is."""
+        origins = (view.origin(layer.k) for view, layer in zip(self._views, self.at_rest))
+        return [(1, 0) if origin is None else (origin.ranks, origin.rank) for origin in origins]
+
+    def head_groups(self):
+        """Of each layer: the process group of the ranks that share its heads, or None if all are here."""
+        origins = (view.origin(layer.k) for view, layer in zip(self._views, self.at_rest))
+        return [None if origin is None or origin.ranks == 1 else _distributed.head_group(origin) for origin in origins]
+
     def device(self):
         """Where everything is computed."""
         shapes = {index for index in self.sliced if any(x.is_meta for x in self.at_rest[index].tensors().values())}

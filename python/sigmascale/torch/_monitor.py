@@ -50,9 +50,9 @@ class Monitor:
       layers that FSDP shards.
     - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and
       v, and the share of their values with |x / descale| > 448, of all calls since the last layer line.
-    - ``repeated``, ``repeated_in_tile``, ``delta_bias``, ``entropy``: of ``rows`` queries of one entry of the batch, in
+    - ``repeated``, ``repeated_in_tile``, ``delta_bias``, ``error_sign``, ``entropy``: of ``rows`` queries of one entry of the batch, in
       the step of the line: the share whose largest logit occurs more than once (at all; within 128 keys), the bias of
-      delta, and the entropy of the attention weights in nats. Logits are those of the E4M3 operands. They are read in
+      delta, the correlation of the sign of dO with that of the output's error, and the entropy of the attention weights in nats. Logits are those of the E4M3 operands. They are read in
       the backward of the layer's first call.
 
     What was not measured is left out: the last two groups need calls through this package, and steps that are replayed

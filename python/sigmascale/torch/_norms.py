@@ -62,7 +62,7 @@ def _alike(layers):
 def _grams(layers, which=0, effective=False):
     """W W^T of each head of q (0) or k (1) of layers of one form in f64, ``(heads of all layers, d_head, d_head)``;
     ``effective``: as the norm in front makes W."""
-    weights = torch.cat([_by_head(layer, which) for layer in layers])
+    weights = torch.cat([by_head(layer, which) for layer in layers])
     gains = None
     if effective and layers[0].gain is not None:
         gains = torch.stack([layer.gain.detach() for layer in layers]).double() + layers[0].gain_offset
@@ -78,7 +78,7 @@ def _grams(layers, which=0, effective=False):
     return torch.cat(grams)
 
 
-def _by_head(layer, which):
+def by_head(layer, which):
     """The weight of q (0) or k (1), ``(heads, d_head, d_model)``."""
     weight, heads = ((layer.q, layer.n_q_heads), (layer.k, layer.n_kv_heads))[which]
     weight, d = weight.detach(), layer.d_head

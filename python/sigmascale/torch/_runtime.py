@@ -94,6 +94,7 @@ class Runtime:
         estimator: Estimator = "gram",
         logits: Literal["e4m3"] | None = None,
         center: Center = "none",
+        iterations: tuple[int, int] = (5, 1),
         *,
         optimizer: Any = None,
         strict: bool = False,
@@ -145,7 +146,7 @@ class Runtime:
         self.device, self._q_heads = known.device(), known.q_heads
         self._shape, self._heads = _shape(found), _heads.Heads(found)
         check_layers(policy, found)
-        self._estimates = _estimates.Estimates(self, found, estimator) if estimating else None
+        self._estimates = _estimates.Estimates(self, known, estimator, iterations) if estimating else None
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
@@ -539,12 +540,15 @@ class Runtime:
         """Where norms are estimated, how far the power iteration has come, as NumPy arrays: ``sigma`` ``(layers, n_q)``, estimates
         from below (of the sum over the heads, for each, with ``power-summed``); ``upper``, what the norm does not exceed but
         with the probability ``tail.delta`` in all, known from a cold start to the next refresh where nothing rotates, else NaN;
+        ``residual`` ``(layers, n_q)``: some singular value lies within it of the length that the vectors for the next iteration are
+        mapped to, which is at least ``sigma`` as long as the weights stay; NaN for layers that FSDP shards, and of sums over ranks;
         ``steps`` ``(layers,)``, iterations since the vectors were drawn. ``guarantee`` is ``"none"``: logits can exceed bounds
         from estimates. Waits for the device. Raises :class:`UnsupportedError` with exact norms."""
         if self._estimates is None:
             raise UnsupportedError("norms are exact here: estimates are those of estimator='power' and 'power-summed'")
         logits = self.logits if self.logits is not None else self._policy.head_bounds(self)
-        return self._estimates.report(logits)
+        with torch.no_grad():
+            return self._estimates.report(logits, zip(self._resident, self._tensors or ()))
 
     def check(self) -> None:
         """Raises an exception if the scales are not to be relied on; waits for the device. :class:`NonFiniteError`: the last

@@ -5,6 +5,8 @@ their products do. The exact output is the softmax of these logits times the E4M
 
     delta_bias = sum_rows (rowsum(dO * O) - rowsum(dO * O_exact)) / sum_rows |rowsum(dO * O_exact)|
 
+    error_sign = mean over values of sign(dO) sign(O - O_exact)
+
 O is the output that the call returned, from which FlashAttention's backward computes delta. Source: "Why Low-Precision
 Transformer Training Fails", sections 3.2 and 3.3 (delta, its bias) and appendix E.1 (repeated maxima).
 """
@@ -24,7 +26,7 @@ _BYTES, KEPT_BYTES = 256 << 20, 256 << 20
 # Fraction by which the rows of consecutive samples are apart: any number of them spreads evenly.
 _GOLDEN = 0.6180339887498949
 
-NAMES = ("repeated", "repeated_in_tile", "delta_bias", "entropy", "logit_max")
+NAMES = ("repeated", "repeated_in_tile", "delta_bias", "error_sign", "entropy", "logit_max")
 
 
 @dataclasses.dataclass
@@ -169,6 +171,7 @@ def _heads(q, k, v, grad, out, descales, terms, visible, sinks):
         mean(ties.sum(dim=3) > 1),
         mean(in_tile > 1),
         kept(delta - reference) / kept(reference.abs()),
+        mean((grad.sign() * (out - exact).sign()).mean(dim=3)),
         mean(-torch.xlogy(weights, weights).sum(dim=3)),
         torch.where(logits.isfinite(), logits.abs(), 0.0).amax(dim=(2, 3)).double(),
     )

@@ -59,11 +59,9 @@ def main(engine, place):
     truths = {truth["name"]: truth for truth in map(json.loads, (place / f"{engine}.jsonl").read_text().splitlines())}
     control = lambda name: truths.get(folders.control(name.split("-")[0]).name, {})
     for truth in truths.values():
-        if "not_built" in truth:
-            counts["not built"] += 1
-            continue
-        if "error" in truth and "error" in control(truth["name"]):
-            counts["not started, with or without scales"] += 1
+        # A folder that cannot be built, or of a family that the engine does not start with even without scales.
+        if "not_built" in truth or "error" in truth and {"error", "not_built"} & control(truth["name"]).keys():
+            counts["not buildable"] += 1
             continue
         if truth.get("layers") == {}:
             # The engine runs the family through transformers, without attention of its own.

@@ -61,6 +61,8 @@ def scales():
     return found
 
 
+"""
+SCALES = """
 results = [scales()]
 if len(sys.argv) > 2:
     from safetensors.torch import load_file
@@ -71,13 +73,47 @@ if len(sys.argv) > 2:
 os.write(out, json.dumps(results).encode())
 os._exit(0)
 """
+KEYS = """
+from sglang.srt.layers import radix_attention
+
+
+class Backend:
+    def __init__(self):
+        self.seen = {}
+
+    def forward(self, q, k, v, layer, *rest, **named):
+        self.seen[layer.layer_id] = k.float().tolist()
+        return q
+
+
+backend = Backend()
+radix_attention.get_attn_backend = lambda: backend
+radix_attention.padded_extend_real_tokens = lambda *given: None
+for module in model.modules():
+    if isinstance(module, RadixAttention):
+        q, k = (torch.zeros(1, heads * module.head_dim, dtype=torch.bfloat16) for heads in (module.tp_q_head_num, module.tp_k_head_num))
+        module(q, k, k, None)
+os.write(out, json.dumps([scales(), backend.seen]).encode())
+os._exit(0)
+"""
 
 
 def load(folder, update=None, *, plugin=True, backend="torch_native"):
     """``{layer: {"k", "v"}}`` of a folder, after the weights of another were loaded too, and what was logged."""
-    command = [sys.executable, "-c", LOAD, str(folder), *([str(update)] if update else [])]
-    environment = os.environ | {"SIGMASCALE_PLUGIN": "1" if plugin else "0", "BACKEND": backend}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment = {"SIGMASCALE_PLUGIN": "1" if plugin else "0", "BACKEND": backend}
+    results, log = _run(SCALES, [folder, *([update] if update else [])], environment)
+    return (results if update else results[0]), log
+
+
+def keys(folder, center="auto"):
+    """``{layer: {"k", "v"}}``, what attention passes to its backend for keys of zeros by layer, and what was logged."""
+    (scales, seen), log = _run(KEYS, [folder], {"SIGMASCALE_PLUGIN": "strict", "SIGMASCALE_CENTER": center, "BACKEND": "torch_native"})
+    return scales, seen, log
+
+
+def _run(script, folders, environment):
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD + script, *map(str, folders)], capture_output=True, text=True, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = [{int(number): scales for number, scales in found.items()} for found in json.loads(done.stdout)]
-    return (results if update else results[0]), done.stderr
+    return [{int(number): row for number, row in found.items()} for found in json.loads(done.stdout)], done.stderr

@@ -12,19 +12,22 @@ import models
 import torch
 from models import EXPERTS, LATENT, SIZES, without
 
+# SGLang splits some fused projections evenly.
+EQUAL = SIZES | {"num_key_value_heads": SIZES["num_attention_heads"]}
 # Beside those of `models`.
 MORE = {
     "mistral": lambda t: t.MistralConfig(**SIZES),
     "gemma": lambda t: t.GemmaConfig(**SIZES, head_dim=16),
-    "gemma2": lambda t: t.Gemma2Config(**SIZES, head_dim=16),
+    # SGLang reads `hidden_act`.
+    "gemma2": lambda t: t.Gemma2Config(**SIZES, head_dim=16, hidden_act="gelu_pytorch_tanh"),
     "qwen2_moe": lambda t: t.Qwen2MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
     ),
     "qwen3_moe": lambda t: t.Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
-    "phi": lambda t: t.PhiConfig(**SIZES),
+    "phi": lambda t: t.PhiConfig(**EQUAL),
     "starcoder2": lambda t: t.Starcoder2Config(**SIZES),
-    "olmo": lambda t: t.OlmoConfig(**SIZES),
-    "olmoe": lambda t: t.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "olmo": lambda t: t.OlmoConfig(**EQUAL),
+    "olmoe": lambda t: t.OlmoeConfig(**EQUAL, num_experts=4, num_experts_per_tok=2),
     "granite": lambda t: t.GraniteConfig(**SIZES),
     "granitemoe": lambda t: t.GraniteMoeConfig(**SIZES, **EXPERTS),
     "glm4": lambda t: t.Glm4Config(**SIZES, head_dim=16, pad_token_id=0),
@@ -39,8 +42,8 @@ MORE = {
     "gptj": lambda t: t.GPTJConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=256, rotary_dim=8),
     "gpt_bigcode": lambda t: t.GPTBigCodeConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=256),
     "ernie4_5": lambda t: t.Ernie4_5Config(**SIZES, head_dim=16),
-    "exaone4": lambda t: t.Exaone4Config(**SIZES, sliding_window=None),
-    "hunyuan_v1_dense": lambda t: t.HunYuanDenseV1Config(**SIZES, head_dim=16),
+    "exaone4": lambda t: t.Exaone4Config(**SIZES, sliding_window=64, sliding_window_pattern=2),
+    "hunyuan_v1_dense": lambda t: t.HunYuanDenseV1Config(**SIZES, head_dim=16, use_qk_norm=True),
     "seed_oss": lambda t: t.SeedOssConfig(**SIZES, head_dim=16),
     "smollm3": lambda t: t.SmolLM3Config(**SIZES, pad_token_id=0),
     "arcee": lambda t: t.ArceeConfig(**SIZES),
@@ -72,7 +75,9 @@ MORE = {
     "cwm": lambda t: t.CwmConfig(**SIZES, head_dim=16),
     "vaultgemma": lambda t: t.VaultGemmaConfig(**SIZES, head_dim=16),
     "nanochat": lambda t: t.NanoChatConfig(**SIZES),
-    "minimax_m2": lambda t: t.MiniMaxM2Config(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "minimax_m2": lambda t: t.MiniMaxM2Config(
+        **SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, rotary_dim=16, scoring_func="sigmoid"
+    ),
 }
 FAMILIES = models.CONFIGS | MORE | LATENT
 
@@ -164,7 +169,7 @@ def control(family):
 
 
 def folders():
-    """At least 600, the same ones in every run."""
+    """The same ones in every run."""
     every = [family for family in FAMILIES]
     few = ["llama", "qwen2", "gemma3_text", "gpt2", "qwen3"]
     chosen = {}
@@ -175,6 +180,9 @@ def folders():
 
     for family, style in itertools.product(every, STYLES):
         add(family, "llm-compressor", style)
+    for family, producer in itertools.product(every, PRODUCERS):
+        add(family, producer, "module")
+        add(family, producer, "inner")
     for family, producer, style in itertools.product(few, PRODUCERS, ["module", "projection", "output", "one"]):
         add(family, producer, style)
     for producer, style in itertools.product(PRODUCERS, STYLES):

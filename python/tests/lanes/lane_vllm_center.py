@@ -65,7 +65,7 @@ def inside(folder, how):
         answer = llm.generate([{"prompt_token_ids": tokens}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False), use_tqdm=False)[0]
         return [row[token].logprob for token, row in zip(tokens, answer.prompt_logprobs) if row]
 
-    out = {"logprobs": logprobs(), "log": lines, "centers": llm.apply_model(centers)[0]}
+    out = {"logprobs": logprobs(), "log": lines, "centers": llm.apply_model(centers)[0], "keys": keys(llm.llm_engine.vllm_config)}
     llm.apply_model(displace)
     out["displaced"] = logprobs()
     llm.apply_model(refreshed)
@@ -75,6 +75,18 @@ def inside(folder, how):
 
 def centers(model):
     return [float(module._sigmascale_center.abs().max()) for module in model.modules() if getattr(module, "_sigmascale_center", None) is not None]
+
+
+def keys(config):
+    """What names the entries of shared stores, and what NIXL compares."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+    from vllm.v1.core import kv_cache_utils
+
+    import sigmascale.vllm
+
+    assert sigmascale.vllm._salt_transfers("NixlConnector") and sigmascale.vllm._salt_transfers("OffloadingConnector")
+    assert not sigmascale.vllm._salt_transfers("LMCacheConnectorV1")
+    return [kv_cache_utils.resolve_none_hash_seed(len), base_worker.compute_nixl_compatibility_hash(config, "CPU_ATTN")]
 
 
 def displace(model):
@@ -121,6 +133,11 @@ def test_centered_keys_are_closer_to_a_bf16_cache(engine):
     without, with_centers = (apart(base["logprobs"], x["logprobs"]) for x in (plain, centered))
     print(f"rms of the change of a log-probability: {without:.4f}, with centers {with_centers:.4f}")
     assert with_centers < 0.5 * without
+
+
+def test_engines_with_other_centers_share_no_cache(engine):
+    plain, centered = engine(center="off"), engine()
+    assert centered["keys"] == engine(compiled=True)["keys"] and not set(centered["keys"]) & set(plain["keys"])
 
 
 def test_the_center_is_read_at_each_call(engine):

@@ -1,10 +1,11 @@
 """What an engine's attention layers hold after its own loader has read a folder: `{"layers": {number: {"q", "k", "v"}}}`, or
 `{"error"}` where it does not start.
 
-    python truth.py vllm|sglang PLACE [PART/PARTS]
+    python truth.py vllm|sglang PLACE [COUNT]
 
-writes the folders of `folders.py` into PLACE and a line a folder to `PLACE/ENGINE.jsonl`. The engine is imported once, and one
-process loads all folders. A folder that ends the process is counted as one that does not load when the next one begins.
+writes folders of `folders.py` into PLACE and a line a folder to `PLACE/ENGINE.jsonl`, until COUNT (600) of them tell something:
+their family starts in this engine, at least without scales. The engine is imported once, and one process loads all folders. A
+folder that ends the process is counted as one that does not load when the next one begins.
 """
 
 import gc
@@ -15,7 +16,7 @@ import pathlib
 import signal
 import sys
 
-SECONDS = 180
+SECONDS = 300
 
 
 def vllm():
@@ -54,6 +55,7 @@ def sglang():
         arguments = ServerArgs(
             model_path=str(folder), device="cpu", kv_cache_dtype="fp8_e4m3", skip_tokenizer_init=True, dtype="bfloat16",
             context_length=128, attention_backend="triton" if sinks else "torch_native", disable_cuda_graph=True,
+            mamba_radix_cache_strategy="no_buffer",  # The other needs a GPU.
         )
         arguments.resolve_once()
         destroy_model_parallel()
@@ -97,39 +99,45 @@ def guarded(load, folder):
         signal.alarm(0)
 
 
-def main(engine, place, part="1/1"):
+def main(engine, place, count="600"):
     import folders
 
-    number, parts = map(int, part.split("/"))
     place = pathlib.Path(place)
     place.mkdir(parents=True, exist_ok=True)
     load = {"vllm": vllm, "sglang": sglang}[engine]()
     out, begun = place / f"{engine}.jsonl", place / f"{engine}.begun"
+    results = {one["name"]: one for one in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
 
     def record(name, result):
+        results[name] = {"name": name} | result
         with out.open("a") as lines:
-            lines.write(json.dumps({"name": name} | result) + "\n")
+            lines.write(json.dumps(results[name]) + "\n")
 
-    past = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    seen = {one["name"] for one in past}
-    if begun.exists() and (name := begun.read_text()) not in seen:
+    def dead(family):
+        """Why a family does not start, whatever scales there are."""
+        result = results.get(folders.control(family).name, {})
+        return result.get("error") or result.get("not_built")
+
+    def tells(result):
+        return "not_built" not in result and not ("error" in result and dead(result["name"].split("-")[0]))
+
+    if begun.exists() and (name := begun.read_text()) not in results:
         record(name, {"error": "the loader ended its process"})
-        seen.add(name)
-    # In an order that mixes kinds, so that a run that is cut short has some of each.
-    mixed = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
-    due = [folders.control(one["name"].split("-")[0]) for one in past if "error" in one] + mixed[number - 1 :: parts]
-    while due:
+    # In an order that mixes kinds, so that any number of them has some of each.
+    due = sorted(folders.folders(), key=lambda one: hashlib.sha256(one.name.encode()).hexdigest())
+    due = [folders.control(one["name"].split("-")[0]) for one in results.values() if "error" in one] + due
+    while due and sum(map(tells, results.values())) < int(count):
         one = due.pop(0)
-        if one.name in seen:
+        if one.name in results:
             continue
-        seen.add(one.name)
         begun.write_text(one.name)
         try:
             folder = folders.write(one, place)
         except Exception as error:  # A family that this transformers does not have.
             result = {"not_built": f"{type(error).__name__}: {error}"[:400]}
         else:
-            result = guarded(load, folder)
+            why = dead(one.family)
+            result = {"not_built": f"without scales: {why}"} if why else guarded(load, folder)
             if "error" in result:
                 due.insert(0, folders.control(one.family))
         record(one.name, result)

@@ -258,7 +258,7 @@ mod tests {
         let wide = refusal(&dims(256, 264));
         assert!(wide.is_unsupported() && wide.to_string().contains("d_v 264"), "{wide}");
         let odd = refusal(&dims(100, 100));
-        assert!(odd.to_string().contains("100 must be a multiple of 8"), "{odd}");
+        assert!(odd.is_argument() && odd.to_string().contains("100"), "{odd}");
         for (d_head, d_v) in [(16, 16), (40, 40), (96, 96), (192, 128), (256, 256), (64, 256)] {
             assert!(taken(&dims(d_head, d_v)).is_ok(), "{d_head}, {d_v}");
         }

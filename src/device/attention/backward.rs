@@ -22,7 +22,7 @@
 
 use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
 use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};
-use super::kernels::{Kernels, Tells, Variant as _, run_map};
+use super::kernels::{Kernels, Tells, run_map};
 use super::params;
 use super::sizes::outer_strides;
 use super::terms::{DeviceCall, Features};
@@ -102,7 +102,9 @@ impl super::kernels::Variant for Variant {
 }
 
 /// Variants of the backward's kernels: every one of dense calls, and of the others one for each kind of what they add.
-pub fn backward_variants() -> Vec<Request> {
+#[cfg(test)]
+pub(in crate::device) fn backward_variants() -> Vec<Request> {
+    use super::kernels::Variant as _;
     let mut all = Vec::new();
     let none = Features::default();
     let [varlen, window] = [Features { varlen: true, ..none }, Features { window: true, ..none }];

@@ -52,12 +52,10 @@ mod variant;
 pub use crate::cuda::{Element, View};
 pub use backend::step_stats;
 pub use backward::BackwardEngine;
-#[doc(hidden)]
-pub use backward::backward_variants;
+#[cfg(test)]
+pub(super) use backward::backward_variants;
 pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
-pub use call::{
-    Descales, Keys, Rope, SavedOperands, SavedRows, Tensors, Workspace, residual_code, residual_value,
-};
+pub use call::{Descales, Keys, Rope, SavedOperands, SavedRows, Tensors, Workspace, residual_code, residual_value};
 pub use engine::Cuda;
 // Hidden: a call with device memory of its own, which the command times and `Cuda` makes of a host call.
 #[doc(hidden)]
@@ -66,6 +64,5 @@ pub use pages::{NewTokens, PackedQueries, Pages, Splits, ValuePages};
 pub use sizes::HeadDims;
 pub use terms::{Centers, DeviceCall, Sequences};
 pub use tile::{Schedule, Split, Tile};
-// Hidden, with the other list of variants: tests compile every one.
-#[doc(hidden)]
-pub use variant::{attention_variants, cast_variants, paged_variants, spilling_variants};
+#[cfg(test)]
+pub(super) use variant::tests::{attention_variants, cast_variants, paged_variants, spilling_variants};

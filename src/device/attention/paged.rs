@@ -118,7 +118,7 @@ impl Cuda {
         };
         let sizes = &call.call.shape;
         let heads = (sizes.n_q_heads << call.share()).div_ceil(Split::JOINING_WARPS);
-        let grid = [call.place.joined_rows(sizes), heads, 1];
+        let grid = [call.place.joined_rows(), heads, 1];
         self.launch_combine(stream, Variant::combine(call.call, call.tensors), params, grid)
     }
 

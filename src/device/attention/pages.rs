@@ -11,6 +11,9 @@ use std::ops::RangeInclusive;
 
 /// Tokens of a page.
 const PAGE_SIZES: RangeInclusive<usize> = 16..=256;
+
+/// Macros of the terms that the kernels over pages have.
+const OFFERED: [&str; 3] = ["WINDOW", "SINK", "CENTER"];
 /// Waves of parts on the multiprocessors that the plan on the device may choose.
 const WAVES: usize = 16;
 
@@ -118,14 +121,13 @@ impl Pages {
         }
         sizes.check_64_or_128("attention over pages")?;
         let (_, features) = call.features();
+        let terms = features.all().map(|(name, what, there)| (what, there && !OFFERED.contains(&name)));
         let others = [
-            ("a soft-cap", features.soft_cap),
-            ("lists of sequences", features.varlen),
             ("logits in E4M3", logits_in_e4m3),
             ("operands for a backward", keeps != Keeps::Nothing),
             ("an output in E4M3 of packed queries", out == Element::E4m3 && self.queries.is_some()),
         ];
-        if let Some((what, _)) = others.into_iter().find(|(_, given)| *given) {
+        if let Some((what, _)) = terms.into_iter().chain(others).find(|(_, given)| *given) {
             return Err(Error::unsupported(format_args!("over pages the GPU does not offer {what}")));
         }
         self.queries.map_or(Ok(()), |queries| queries.check(sizes, self))?;
@@ -236,6 +238,8 @@ pub struct PagesWorkspace {
     pub(super) joins: usize,
     /// Blocks of joined parts that there is room for; none where parts cannot help.
     pub(super) most_blocks: usize,
+    /// Blocks of query rows that can be joined.
+    pub(super) most_joins: usize,
     /// Query rows of such a block.
     pub(super) block_rows: usize,
     /// Queries in E4M3, where the call casts them.
@@ -285,12 +289,12 @@ impl PagesWorkspace {
         };
         let mut regions = Regions::default();
         regions.add(Self::HEADER);
-        let most_entries = blocks + most_blocks;
+        let (most_entries, most_joins) = (blocks + most_blocks, blocks.min(most_blocks / 2));
         let parts = regions.add(Self::PART * most_entries);
-        let joins = regions.add(Self::JOIN * (most_blocks / 2));
+        let joins = regions.add(Self::JOIN * most_joins);
         let q = regions.add(if q == Element::E4m3 { 0 } else { sizes.q_shape().iter().product() });
         let partial = bytes.map(|bytes| regions.add(bytes * most_blocks * block_rows * sizes.n_q_heads));
-        Self { parts, most_entries, joins, most_blocks, block_rows, q, partial, bytes: regions.bytes() }
+        Self { parts, most_entries, joins, most_blocks, most_joins, block_rows, q, partial, bytes: regions.bytes() }
     }
 
     /// Bytes of `Part` and `Join` of `kernels/attention/pages.cuh`.
@@ -302,9 +306,9 @@ impl PagesWorkspace {
         self.most_blocks > 1
     }
 
-    /// Rows that can be joined.
-    pub(super) fn joined_rows(&self, sizes: &AttentionShape) -> usize {
-        (self.most_blocks / 2 * self.block_rows).min(sizes.batch * sizes.len_q)
+    /// Rows of the blocks that can be joined: more than there are queries where blocks are not full.
+    pub(super) fn joined_rows(&self) -> usize {
+        self.most_joins * self.block_rows
     }
 
     pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
@@ -487,7 +491,8 @@ mod tests {
         let w = of(many);
         assert!(!w.joins() && w.bytes < w.q + many.q_elements() + 1024);
         let short = dense(Element::U8, [w.bytes - 1]);
-        assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        let error = w.check(&short).unwrap_err();
+        assert!(error.is_argument() && error.to_string().contains(&w.bytes.to_string()), "{error}");
     }
 
     #[test]
@@ -500,6 +505,6 @@ mod tests {
         assert_eq!(w.block_rows, 16);
         let blocks = 500usize.div_ceil(16) + 11;
         assert!(w.most_entries - w.most_blocks >= blocks, "{w:?}");
-        assert!(w.joins() && w.joined_rows(&shape) <= 511 && w.partial[2] < 2 * PARTS_BYTES);
+        assert!(w.joins() && w.joined_rows() >= 16 * blocks && w.partial[2] < 2 * PARTS_BYTES, "{w:?}");
     }
 }

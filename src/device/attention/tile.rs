@@ -70,6 +70,7 @@ impl Tile {
     }
 
     /// Every tile of a kernel.
+    #[cfg(test)]
     pub(super) fn all(dims: HeadDims, logits_e4m3: bool, accumulator: PvAccumulator) -> Vec<Self> {
         match (dims.qk, dims.v, logits_e4m3) {
             (64, 64, _) => vec![Self::THREE],

@@ -242,15 +242,6 @@ impl PolicyEngine {
         self.launch_observe(stream, 0, self.shape.layers())
     }
 
-    /// The same for one layer.
-    ///
-    /// # Errors
-    /// `is_argument` if there is no such layer; if the launch is refused.
-    pub fn observe_layer(&self, stream: &Stream, layer: usize) -> Result<()> {
-        self.spec.layer(layer)?;
-        self.launch_observe(stream, layer, 1)
-    }
-
     /// auto-c: launches a new start of the burn-in. The other policies ignore it.
     ///
     /// # Errors
@@ -300,15 +291,6 @@ impl PolicyEngine {
         };
         let start = q.start + 4 * kv.start + before;
         Ok(start..start + count)
-    }
-
-    /// Where the largest descale of a layer's tensor lies: one f32. Always the same address.
-    ///
-    /// # Errors
-    /// `is_argument` if there is no such layer.
-    pub fn tensor_descale(&self, layer: usize, tensor: ScaledTensor) -> Result<DevicePtr> {
-        self.spec.layer(layer)?;
-        Ok(self.tensor_descales.at(TENSORS * layer + tensor as usize))
     }
 
     /// Where a layer's call leaves its statistics ([`StepWords`]), zero before the first call. Always the same address.

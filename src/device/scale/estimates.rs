@@ -22,7 +22,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct EstimateEngine {
     scales: ScaleEngine,
     power: Power,
-    iterations: Iterations,
     /// Failure probability with which a cold start covers sigma; `None`: the estimate as it is.
     cover: Option<f64>,
     cold: AtomicBool,
@@ -57,7 +56,6 @@ impl EstimateEngine {
         Ok(Self {
             scales,
             power,
-            iterations: Iterations::default(),
             cover: None,
             cold: AtomicBool::new(true),
             writer: AddressWriter::new(device)?,
@@ -74,18 +72,6 @@ impl EstimateEngine {
         let mut engine = unsafe { Self::new(device, weights.layers(), estimator, seed)? };
         engine.scales = engine.scales.keeping(weights);
         Ok(engine)
-    }
-
-    /// With other numbers of iterations than the paper's.
-    ///
-    /// # Errors
-    /// `is_argument` if one is zero.
-    pub fn with_iterations(mut self, iterations: Iterations) -> Result<Self> {
-        if iterations.cold == 0 || iterations.warm == 0 {
-            return Err(Error::argument("a power iteration needs at least 1 iteration cold and 1 warm"));
-        }
-        self.iterations = iterations;
-        Ok(self)
     }
 
     /// Where nothing rotates, bounds of a cold start cover sigma but with probability `p` a head: what policy `geometry` has.
@@ -110,15 +96,17 @@ impl EstimateEngine {
     /// # Errors
     /// If a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
-        self.run(stream, self.cold.swap(false, Ordering::Relaxed))
+        let cold = self.cold.swap(false, Ordering::Relaxed);
+        let Iterations { cold: first, warm } = Iterations::default();
+        self.run(stream, if cold { first } else { warm }, cold)
     }
 
-    /// The same of a cold start, or of a warm one.
+    /// The same with `count` iterations, `cold` if the vectors are random ones. With none, bounds are those of the estimates that
+    /// lie in [`EstimateEngine::estimates`], as where ranks that share a layer's heads have summed them.
     ///
     /// # Errors
     /// As [`EstimateEngine::plan`].
-    pub fn run(&self, stream: &Stream, cold: bool) -> Result<()> {
-        let count = if cold { self.iterations.cold } else { self.iterations.warm };
+    pub fn run(&self, stream: &Stream, count: usize, cold: bool) -> Result<()> {
         self.scales.descales(stream)?;
         self.iterate(stream, count)?;
         let cover = |rank| match self.cover.filter(|_| cold) {
@@ -140,7 +128,7 @@ impl EstimateEngine {
     ///
     /// # Safety
     /// As [`ShapeEngine::plan`](super::ShapeEngine::plan).
-    pub unsafe fn run_on(&self, stream: &Stream, layers: &[LayerInput], cold: bool) -> Result<()> {
+    pub unsafe fn run_on(&self, stream: &Stream, layers: &[LayerInput], count: usize, cold: bool) -> Result<()> {
         if !self.fits(layers) {
             return Err(Error::argument(OTHER_SHAPE));
         }
@@ -152,7 +140,7 @@ impl EstimateEngine {
         // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the launches behind this one
         // start when it has ended.
         unsafe { self.writer.put(stream, [self.scales.places(layers)?, power].concat())? };
-        self.run(stream, cold)
+        self.run(stream, count, cold)
     }
 
     fn iterate(&self, stream: &Stream, count: usize) -> Result<()> {

@@ -521,7 +521,7 @@ fn what_two_sets_of_rope_settings_say_must_agree() {
     assert!(both("ministral3", grows, grows).unwrap().layers[0].query_factor() > 1.0);
     for (parameters, scaling) in [(grows, sooner), ("", grows), (grows, "")] {
         let error = both("ministral3", parameters, scaling).unwrap_err().to_string();
-        assert!(error.contains("disagree on the factor"), "{error}");
+        assert!(error.contains("`rope_scaling`"), "{error}");
     }
     assert!(both("llama", "", grows).unwrap_err().to_string().contains("llama_4_scaling_beta"));
     let half = r#","partial_rotary_factor":0.5"#;
@@ -739,7 +739,7 @@ fn every_description_of_the_stored_weights_is_read() {
     assert!(hidden(format!(r#","quantization_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(format!(r#","compression_config":{turned}"#)).contains("transform_config"));
     for other in [r#"{"quant_method":"gptq"}"#, r#"{"quant_method":"fp8"}"#] {
-        assert!(hidden(format!(r#","quantization_config":{other}"#)).contains("contradicts another description"));
+        assert!(hidden(format!(r#","quantization_config":{other}"#)).contains("_config` contradicts"));
     }
     assert!(hidden(r#","quantization_config":{"quant_method":"hqq"}"#.to_owned()).contains("hqq"));
     let top = parsed(&format!(
@@ -910,14 +910,55 @@ fn heads_of_full_layers_are_those_of_either_release() {
         (r#","global_head_dim":16"#, (2, 16)),
         (r#","per_layer_config":{}"#, (2, 16)),
         (r#","per_layer_config":{"1":{"head_dim":32}}"#, (2, 32)),
+        (r#","per_layer_config":{"01":{"head_dim":32}}"#, (2, 32)),
         (r#","per_layer_config":{"1":{"num_key_value_heads":1}},"attention_k_eq_v":true"#, (1, 16)),
     ] {
         assert_eq!(heads(extra).unwrap(), [(2, 16), of_full], "{extra}");
     }
-    for extra in
-        [r#"{"0":{"head_dim":32}}"#, r#"{"1":{"head_dim":32},"2":{"head_dim":32}}"#, r#"{"full":{"head_dim":32}}"#]
-    {
+    for extra in [
+        r#"{"0":{"head_dim":32}}"#,
+        r#"{"1":{"head_dim":32},"2":{"head_dim":32}}"#,
+        r#"{"full":{"head_dim":32}}"#,
+        r#"{"1":{"head_dim":32},"01":{"head_dim":16}}"#,
+    ] {
         let error = heads(&format!(r#","per_layer_config":{extra}"#)).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("`per_layer_config`"), "{error}");
+    }
+}
+
+/// Step 3.5 on the hub has lists by layer, which go on with the layers for multi-token prediction; transformers saves dictionaries.
+#[test]
+fn both_forms_of_step_are_one_model() {
+    let read = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"step3p5","hidden_size":64,"num_hidden_layers":3,"num_attention_heads":4,"head_dim":16,
+                "max_position_embeddings":64,"sliding_window":8{extra}}}"#
+        ))
+    };
+    let hub = r#","num_attention_groups":2,"num_nextn_predict_layers":1,
+        "layer_types":["full_attention","sliding_attention","full_attention","sliding_attention"],
+        "attention_other_setting":{"attention_type":"sliding_attention","num_attention_heads":6,"num_attention_groups":2},
+        "rope_theta":[5000000.0,10000.0,5000000.0,10000.0],"partial_rotary_factors":[0.5,1.0,0.5,1.0]"#;
+    let saved = r#","num_key_value_heads":2,"layer_types":["full_attention","sliding_attention","full_attention"],
+        "num_sliding_attention_heads":6,"per_layer_config":{"1":{"num_attention_heads":6}},"rope_parameters":{
+        "full_attention":{"rope_type":"default","rope_theta":5000000.0,"partial_rotary_factor":0.5},
+        "sliding_attention":{"rope_type":"default","rope_theta":10000.0,"partial_rotary_factor":1.0}}"#;
+    let (hub, saved) = (read(hub).unwrap(), read(saved).unwrap());
+    assert_eq!(hub.layers, saved.layers);
+    assert_eq!(
+        hub.layers.iter().map(|own| (own.n_q_heads, own.n_kv_heads)).collect::<Vec<_>>(),
+        [(4, 2), (6, 2), (4, 2)]
+    );
+    let turned = |layer: usize| hub.layers[layer].rope.as_ref().unwrap().rotary_dim;
+    assert_eq!([turned(0), turned(1), turned(2)], [8, 16, 8]);
+    for (extra, named) in [
+        (r#","rope_theta":[5000000.0,10000.0]"#, "`rope_theta`"),
+        (r#","rope_theta":[5000000.0,10000.0,10000.0]"#, "`rope_theta`"),
+        (r#","attention_other_setting":{"head_dim":32}"#, "`head_dim`"),
+        (r#","per_layer_config":{"1":{"head_dim":32}}"#, "`per_layer_config`"),
+        (r#","use_rope_layers":[true,false,true]"#, "`use_rope_layers`"),
+    ] {
+        let error = read(extra).unwrap_err();
+        assert!(error.to_string().contains(named), "{error}");
     }
 }

@@ -222,6 +222,7 @@ pub(super) const LLAMA: Family = Family {
     v_norm: false,
     shared_kv: None,
     global_heads: false,
+    by_kind: false,
     multipliers: false,
     refusals: &[],
 };

@@ -5,11 +5,11 @@ use super::schema::{Refusal, Setting};
 /// Model types that are known and cannot be bounded, each with the reason.
 pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("axk2", GATED_LATENT),
-    ("deepseek_v4", OTHER_LATENT),
-    ("glm5_next", OTHER_LATENT),
+    ("deepseek_v4", POOLED_KEYS),
+    ("glm5_next", NO_SHARED_KEY),
     ("dots3_note", NORMED_KEY),
     ("dots3_note_text", NORMED_KEY),
-    ("glm5_next_text", OTHER_LATENT),
+    ("glm5_next_text", NO_SHARED_KEY),
     ("mistral_large4", SHARED_LATENT),
     ("mistral_large4_text", SHARED_LATENT),
     ("bloom", ALIBI),
@@ -25,17 +25,17 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("gemma4_unified_assistant", OTHER_MODEL),
     ("mimo_v2", NARROW_VALUES),
     ("mimo_v2_flash", NARROW_VALUES),
-    ("step3p5", TURNED_LAYERS),
-    ("step3p7", TURNED_LAYERS),
 ];
 
 const GATED_LATENT: &str = "its queries also read the query latent without its norm, which has no bound";
-const OTHER_LATENT: &str = "its latent attention differs from the forms of MLA that are supported";
+const POOLED_KEYS: &str = "one normalized row is key and value of all heads, and two more caches hold gated sums of rows, which have no \
+                           bound here";
+const NO_SHARED_KEY: &str = "its cached row is a latent alone, without the shared key that the bounds of MLA read";
 const NORMED_KEY: &str = "its latent attention also normalizes the shared rotated key, and its layers differ in size";
 const SHARED_LATENT: &str = "some of its layers read the cached latents of earlier layers";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
-const NARROW_VALUES: &str = "its values and keys differ in width; only one width per head is supported";
-const TURNED_LAYERS: &str = "its layers differ in RoPE base and rotated share; only one of each per model is supported";
+const NARROW_VALUES: &str =
+    "its values are narrower than its keys, while scales and operators here have one width a head for both";
 const OTHER_MODEL: &str = "it reads the keys and values of the model that it drafts for";
 const RELATIVE: &str = "relative position terms are added to the logits";
 

@@ -505,6 +505,29 @@ pub(super) static FAMILIES: &[Family] = &[
         window: Some(WindowRule { absent: Some(512), switch: None, layers: WindowLayers::Types }),
         ..LLAMA
     },
+    // A gate behind the attention is the only other part that knows of heads.
+    Family {
+        name: "step3p5",
+        model_types: &["step3p5"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Queries("num_attention_heads_per_layer"),
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(Some(128)))
+        },
+        norm: RMS_ONE_PLUS,
+        by_kind: true,
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &[],
+            theta: Some(10_000.0),
+            share: RotaryShare::Part(&[], 1.0),
+            layers: RopeLayers::ByType { pattern: Pattern { keys: &[], every: 1, first: false }, local_theta: None },
+            longrope_names: &[],
+        },
+        qk_norm: Some(head_rms(GainForm::OnePlus)),
+        scale: ScaleRule::QueryPreAttnScalar(128.0),
+        window: Some(WindowRule { absent: None, switch: None, layers: WindowLayers::Types }),
+        ..LLAMA
+    },
     Family {
         name: "hy_v3",
         model_types: &["hy_v3"],

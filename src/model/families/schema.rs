@@ -49,6 +49,8 @@ pub(crate) struct Family {
     pub shared_kv: Option<(&'static str, usize)>,
     /// Full layers have heads of their own (Gemma 4).
     pub global_heads: bool,
+    /// Sliding layers have query heads and a rotation of their own, in lists by layer or by kind (Step 3.5).
+    pub by_kind: bool,
     /// `attention_in_multiplier` and `key_multiplier` are read.
     pub multipliers: bool,
     /// Settings that change the logits in a way no bound here covers.

@@ -38,9 +38,17 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "smolvlm", text: "llama", flat: false, prefixes: BESIDE },
     Wrapper { model_type: "vipllava", text: "llama", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "kimi_k25", text: "deepseek_v3", flat: false, prefixes: OUTSIDE },
+    // What the attention reads is a weighted sum of residuals behind the layer's own norm.
+    Wrapper {
+        model_type: "kimi_k3",
+        text: "kimi_linear",
+        flat: false,
+        prefixes: &["language_model.model.", "language_model."],
+    },
     Wrapper { model_type: "kimi_vl", text: "deepseek_v3", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "llama4", text: "llama4_text", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "step3p7", text: "step3p5", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "qwen4_exp", text: "qwen4_exp_text", flat: false, prefixes: INSIDE },
 ];

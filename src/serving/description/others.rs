@@ -2,6 +2,9 @@
 
 use super::schema::{Carries, Description, Loads, Names, Rename, rename};
 
+/// Whether they read it is not known.
+const FACTOR: &[&str] = &["attention_factor"];
+
 pub(crate) static TRTLLM: Description = Description {
     version: "of August 2026, PyTorch backend",
     operands: [false; 3],
@@ -16,8 +19,11 @@ pub(crate) static TRTLLM: Description = Description {
     )],
     latent: "TensorRT-LLM keeps the scale of an FP8 cache at 1.0 and ignores the scales of a checkpoint",
     skips_layers: false,
+    windows: &[],
     stops_for: &[],
     latent_names: None,
+    otherwise: &super::schema::ROTATIONS,
+    unread: FACTOR,
     requantizes: false,
 };
 
@@ -48,7 +54,10 @@ pub(crate) static MISTRALRS: Description = Description {
     ],
     latent: OTHER_FAMILY,
     skips_layers: false,
+    windows: &[],
     stops_for: &[],
     latent_names: None,
+    otherwise: &super::schema::ROTATIONS,
+    unread: FACTOR,
     requantizes: false,
 };

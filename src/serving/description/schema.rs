@@ -22,12 +22,40 @@ pub(crate) struct Description {
     pub latent: &'static str,
     /// Whether layers can be left out of the FP8 cache when the server starts.
     pub skips_layers: bool,
+    /// Families whose class gives each layer the window that the config does; else a window counts where all layers have it.
+    pub windows: &'static [&'static str],
     /// Families with which it does not start where a stored scale has no parameter; `*` for all, but for latent attention.
     pub stops_for: &'static [&'static str],
     /// Parameters of latent attention that take a scale of its own, whether or not the cache is written with it.
     pub latent_names: Option<Names>,
+    /// Keys of a config by which it computes attention otherwise than the bounds do.
+    pub otherwise: &'static [Otherwise],
+    /// Keys of the rotation's settings that it reads in some classes only: the larger factor counts.
+    pub unread: &'static [&'static str],
     /// Whether FP8 weights with scales of their own are brought to a common or a coarser scale when they are loaded.
     pub requantizes: bool,
+}
+
+/// A key of the config, of the text model or of a rotation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Otherwise {
+    /// The key.
+    pub key: &'static str,
+    /// The number that changes nothing; null, false, and an absent key never do.
+    pub neutral: Option<f64>,
+    /// What it does.
+    pub why: &'static str,
+}
+
+/// Keys that change the rotation's class.
+pub(crate) const ROTATIONS: [Otherwise; 2] = [
+    otherwise("use_fope", None, "rotates by sums of waves with learned coefficients"),
+    otherwise("rope_dim", None, "rotates another number of channels"),
+];
+
+/// A key that changes what is computed unless it has this number.
+pub(crate) const fn otherwise(key: &'static str, neutral: Option<f64>, why: &'static str) -> Otherwise {
+    Otherwise { key, neutral, why }
 }
 
 /// Whether a method of quantization gives attention parameters for scales.

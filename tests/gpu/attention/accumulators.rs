@@ -7,9 +7,7 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask, Precision, PvAccumulator, reference};
 use sigmascale::cuda::Buffer;
-use sigmascale::device::attention::{
-    Element, SavedOperands, SavedRows, Tensors, View, Workspace, residual_value,
-};
+use sigmascale::device::attention::{Element, SavedOperands, SavedRows, Tensors, View, Workspace, residual_value};
 use sigmascale::fp8::{Format, OnOverflow};
 
 tests![

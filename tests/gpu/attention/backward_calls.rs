@@ -247,7 +247,8 @@ impl Memory {
         let lists = lists.into_iter().flatten().collect();
         let on_device = call.on_device(sequences, sinks, None).unwrap();
         // For engines that take it.
-        let took = planted(&|at| f32::from(residual_code(forward.out[at] as f32, bf16::from_f32(forward.out[at] as f32))));
+        let took =
+            planted(&|at| f32::from(residual_code(forward.out[at] as f32, bf16::from_f32(forward.out[at] as f32))));
         let took: Vec<u8> = took.iter().map(|&code| code as i8 as u8).collect();
         let residual = unsafe { View::dense(upload(&took), Element::U8, [batch, len_q, n_q_heads, d_v]) };
         let scratch = scratch(engine.workspace_bytes(&on_device).unwrap());

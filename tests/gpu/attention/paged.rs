@@ -20,6 +20,7 @@ use sigmascale::stats::stats_words;
 tests![
     decoding_over_pages_is_plain_attention,
     drafts_and_chunks_over_pages_are_plain_attention,
+    parts_of_blocks_that_are_not_full_are_joined,
     pages_repeat_bit_for_bit_and_from_a_graph,
     wrong_tables_are_named_and_harm_nothing,
 ];
@@ -34,13 +35,17 @@ pub(super) struct Case {
     pub lengths: Vec<usize>,
     pub page_size: usize,
     pub len_q: usize,
+    /// Queries of each sequence, packed; `None`: each has `len_q`.
+    pub counts: Option<Vec<usize>>,
     /// Tokens that the call appends to each sequence.
     pub new: usize,
     pub heads_q: usize,
     pub heads_kv: usize,
     pub d: usize,
     pub rows: bool,
-    pub causal: bool,
+    pub mask: Mask,
+    pub sinks: bool,
+    pub splits: gpu::Splits,
     pub rope: Option<bool>,
     pub q8: bool,
     pub processors: usize,
@@ -52,16 +57,29 @@ impl Case {
             lengths: lengths.to_vec(),
             page_size,
             len_q: 1,
+            counts: None,
             new: 1,
             heads_q: 8,
             heads_kv: 2,
             d: 128,
             rows: false,
-            causal: true,
+            mask: Mask::CAUSAL,
+            sinks: false,
+            splits: gpu::Splits::Fastest,
             rope: None,
             q8: false,
             processors: usize::MAX,
         }
+    }
+
+    /// Rows of q where the queries of each sequence begin, and their number.
+    fn starts(&self) -> Vec<usize> {
+        let mut starts = vec![0];
+        for sequence in 0..self.lengths.len() {
+            let count = self.counts.as_ref().map_or(self.len_q, |counts| counts[sequence]);
+            starts.push(starts[sequence] + count);
+        }
+        starts
     }
 }
 
@@ -71,6 +89,10 @@ fn bf16s(rng: &mut StdRng, n: usize) -> Vec<f32> {
 
 fn bytes(x: &[f32]) -> Vec<u8> {
     x.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect()
+}
+
+fn doubled(x: &[f32]) -> Vec<f32> {
+    x.iter().map(|x| 2.0 * x).collect()
 }
 
 /// Values as the append writes them where they are tiled.
@@ -121,6 +143,9 @@ struct Setup {
     scales: Vec<Buffer<f32>>,
     words: Buffer<u32>,
     lse: Buffer<f32>,
+    cu_seqlens: Buffer<i32>,
+    /// A logit of each query head.
+    sinks: (Vec<f64>, Buffer<f32>),
 }
 
 impl Setup {
@@ -174,12 +199,16 @@ impl Setup {
         let at = BlockTable { pages: &table, pages_per_sequence, lengths: &appended.lengths };
         let gathered = cache.gather(&at, &descales, None).unwrap();
 
-        let given = bf16s(&mut rng, sequences * len_q * heads_q * d);
+        let starts = case.starts();
+        let rows = starts[sequences];
+        let given = bf16s(&mut rng, rows * heads_q * d);
         let mut q = given.clone();
         if let Some(interleaved) = case.rope {
             for (i, head) in q.chunks_exact_mut(d).enumerate() {
-                let (sequence, row) = (i / heads_q / len_q, i / heads_q % len_q);
-                rotate(head, (appended.lengths[sequence] + row).saturating_sub(len_q), interleaved);
+                let row = i / heads_q;
+                let sequence = starts.partition_point(|&start| start <= row) - 1;
+                let position = (appended.lengths[sequence] + row).saturating_sub(starts[sequence + 1]);
+                rotate(head, position, interleaved);
             }
         }
         let up = |bytes: &[u8]| device().upload(bytes).unwrap();
@@ -197,7 +226,7 @@ impl Setup {
         let scales = [&descales.q, &descales.k, descales.v.as_ref().unwrap()]
             .map(|x| x.iter().map(|x| x.get()).collect::<Vec<f32>>());
         let lengths: Vec<i32> = case.lengths.iter().map(|&n| n as i32).collect();
-        let out = sequences * len_q * heads_q * d * 2;
+        let out = rows * heads_q * d * 2;
         let buffers = vec![
             up(&q_bytes),
             up(&before[0]),
@@ -209,10 +238,10 @@ impl Setup {
         Self {
             case: case.clone(),
             sizes: AttentionShape {
-                batch: sequences,
+                batch: if case.counts.is_some() { 1 } else { sequences },
                 n_q_heads: heads_q,
                 n_kv_heads: heads_kv,
-                len_q,
+                len_q: if case.counts.is_some() { rows } else { len_q },
                 len_k: capacity,
                 d_head: d,
                 d_v: d,
@@ -227,7 +256,12 @@ impl Setup {
             tables: [device().upload(&table).unwrap(), device().upload(&lengths).unwrap()],
             scales: scales.iter().chain(&tables).map(|x| device().upload(x).unwrap()).collect(),
             words: device().zeros(stats_words(heads_q, heads_kv)).unwrap(),
-            lse: device().zeros(sequences * heads_q * len_q).unwrap(),
+            lse: device().upload(&vec![f32::NAN; rows * heads_q]).unwrap(),
+            cu_seqlens: device().upload(&starts.iter().map(|&row| row as i32).collect::<Vec<_>>()).unwrap(),
+            sinks: {
+                let sinks = bf16s(&mut rng, heads_q);
+                (sinks.iter().map(|&x| 2.0 * f64::from(x)).collect(), device().upload(&doubled(&sinks)).unwrap())
+            },
         }
     }
 
@@ -237,10 +271,12 @@ impl Setup {
         let bytes = |i: usize, element, extents| unsafe { self.buffers[i].view(element, extents).unwrap() };
         let pages = [self.pages, page_size, heads_kv, d];
         // SAFETY of all views: the buffers outlive the work, which `check` waits for.
-        let row = |i: usize| unsafe { gpu::View::new(self.scales[i].ptr(), Element::F32, [batch, heads_kv], [0, 1]) };
+        let sequences = self.case.lengths.len();
+        let row =
+            |i: usize| unsafe { gpu::View::new(self.scales[i].ptr(), Element::F32, [sequences, heads_kv], [0, 1]) };
         let table = |i: usize| unsafe { self.scales[i].view(Element::F32, [len_k, d / 2]).unwrap() };
         let new = (new > 0).then(|| {
-            let shape = [batch, new, heads_kv, d];
+            let shape = [sequences, new, heads_kv, d];
             gpu::NewTokens { k: bytes(3, Element::Bf16, shape), v: bytes(4, Element::Bf16, shape) }
         });
         let v = match self.case.rows {
@@ -254,10 +290,13 @@ impl Setup {
             keys: Keys::Pages(gpu::Pages {
                 k: bytes(1, Element::E4m3, pages),
                 v,
-                block_table: unsafe { self.tables[0].view(Element::I32, [batch, len_k / page_size]).unwrap() },
-                lengths: unsafe { self.tables[1].view(Element::I32, [batch]).unwrap() },
-                queries: None,
-                splits: gpu::Splits::Fastest,
+                block_table: unsafe { self.tables[0].view(Element::I32, [sequences, len_k / page_size]).unwrap() },
+                lengths: unsafe { self.tables[1].view(Element::I32, [sequences]).unwrap() },
+                queries: self.case.counts.as_ref().map(|_| gpu::PackedQueries {
+                    cu_seqlens: unsafe { self.cu_seqlens.view(Element::I32, [sequences + 1]).unwrap() },
+                    longest: self.case.len_q,
+                }),
+                splits: self.case.splits,
                 new,
             }),
             descales: gpu::Descales { q: Some(row(0)), k: Some(row(1)), v: Some(row(2)), o: None, logit: None },
@@ -274,8 +313,9 @@ impl Setup {
     }
 
     fn call(&self) -> DeviceCall {
-        let mask = Mask { causal: self.case.causal, ..Mask::NONE };
-        DeviceCall { mask, ..DeviceCall::causal(self.sizes) }
+        // SAFETY: the buffer outlives the work.
+        let sinks = self.case.sinks.then(|| unsafe { self.sinks.1.view(Element::F32, [self.case.heads_q]).unwrap() });
+        DeviceCall { mask: self.case.mask, sinks, ..DeviceCall::causal(self.sizes) }
     }
 
     fn launch(&self, engine: &Cuda, stream: &Stream, tensors: &Tensors) -> sigmascale::Result<()> {
@@ -289,7 +329,8 @@ impl Setup {
 
     /// What is wrong with what a call left.
     fn complaint(&self) -> Option<String> {
-        let Case { heads_q, heads_kv, d, len_q, new, causal, .. } = self.case;
+        let Case { heads_q, heads_kv, d, new, mask, .. } = self.case;
+        let starts = self.case.starts();
         for (name, buffer, want) in [("k", 1, &self.want[0]), ("v", 2, &self.want[1])] {
             let have = self.buffers[buffer].read().unwrap();
             let off = have.iter().zip(want).filter(|(a, b)| a != b).count();
@@ -322,21 +363,26 @@ impl Setup {
         let lse = self.lse.read().unwrap();
         let (mut have, mut want) = (Vec::new(), Vec::new());
         for (sequence, ends) in self.gathered.cu_seqlens.windows(2).enumerate() {
-            let (keys, rows) = (ends[1] - ends[0], len_q * heads_q * d);
-            let mine = &out[sequence * rows..(sequence + 1) * rows];
+            let (keys, row) = (ends[1] - ends[0], heads_q * d);
+            let (first, len_q) = (starts[sequence], starts[sequence + 1] - starts[sequence]);
+            let mine = &out[first * row..(first + len_q) * row];
+            if len_q == 0 {
+                continue;
+            }
             if keys == 0 {
                 if mine.iter().any(|&x| x != 0.0) {
                     return Some(format!("sequence {sequence} has no keys and an output"));
                 }
                 continue;
             }
-            let shape = AttentionShape { batch: 1, len_k: keys, ..self.sizes };
-            let call = AttentionCall { mask: Mask { causal, ..Mask::NONE }, ..AttentionCall::causal(shape) };
-            let q: Vec<f64> = (0..rows)
+            let shape = AttentionShape { batch: 1, len_q, len_k: keys, ..self.sizes };
+            let sinks = self.case.sinks.then_some(self.sinks.0.as_slice());
+            let call = AttentionCall { mask, sinks, ..AttentionCall::causal(shape) };
+            let q: Vec<f64> = (0..len_q * row)
                 .map(|i| {
                     let descale = self.descales.q[i / d % heads_q / group];
                     let code = Format::E4m3
-                        .encode(self.q[sequence * rows + i] * descale.quant_scale().get(), OnOverflow::Saturate);
+                        .encode(self.q[first * row + i] * descale.quant_scale().get(), OnOverflow::Saturate);
                     f64::from(Format::E4m3.decode(code) * descale.get())
                 })
                 .collect();
@@ -357,9 +403,12 @@ impl Setup {
                     ));
                 }
             }
-            for (at, (&a, &b)) in lse[sequence * heads_q * len_q..].iter().zip(&exact.lse).enumerate() {
+            for (i, &b) in exact.lse.iter().enumerate() {
+                let (head, row) = (i / len_q, first + i % len_q);
+                let entry = row / self.sizes.len_q;
+                let a = lse[(entry * heads_q + head) * self.sizes.len_q + row % self.sizes.len_q];
                 if !(f64::from(a) == b || (f64::from(a) - b).abs() <= 2e-2) {
-                    return Some(format!("sequence {sequence}, lse {at}: {a} for {b}"));
+                    return Some(format!("sequence {sequence}, head {head}, row {}: lse {a} for {b}", i % len_q));
                 }
             }
             have.extend_from_slice(mine);
@@ -427,14 +476,34 @@ fn drafts_and_chunks_over_pages_are_plain_attention() {
     let chunk = Case { len_q: 512, new: 512, lengths: vec![0, 300, 1000], ..drafts.clone() };
     let mut cases: Vec<Case> = [drafts.clone(), few.clone(), chunk.clone()].iter().flat_map(every_layout).collect();
     cases.extend([
-        Case { causal: false, ..drafts.clone() },
-        Case { causal: false, rows: true, ..few },
+        Case { mask: Mask::NONE, ..drafts.clone() },
+        Case { mask: Mask::NONE, rows: true, ..few },
         Case { len_q: 100, new: 7, page_size: 16, heads_q: 6, lengths: vec![0, 5, 250], ..drafts.clone() },
         Case { rope: Some(false), page_size: 256, ..chunk.clone() },
         Case { rows: true, processors: 3, page_size: 128, ..chunk },
         Case { len_q: 33, new: 33, lengths: vec![6000], ..drafts },
     ]);
     check(cases);
+}
+
+fn parts_of_blocks_that_are_not_full_are_joined() {
+    // As many parts as are asked for, of sequences whose queries leave the last block of rows in part empty.
+    let asked = |parts, len_q, heads_q, lengths: &[usize]| Case {
+        len_q,
+        new: 0,
+        heads_q,
+        lengths: lengths.to_vec(),
+        splits: gpu::Splits::Parts(parts),
+        ..Case::decode(&[], 32)
+    };
+    check([
+        asked(2, 1, 2, &[300, 200]),
+        asked(3, 2, 4, &[400, 40, 300]),
+        asked(2, 17, 16, &[300, 200]),
+        Case { rows: true, d: 64, ..asked(3, 40, 8, &[500, 60, 900, 41, 1, 0, 400]) },
+        asked(7, 65, 2, &[1000, 300]),
+        Case { mask: Mask::NONE, rows: true, ..asked(16, 33, 6, &[2100, 5, 129]) },
+    ]);
 }
 
 fn pages_repeat_bit_for_bit_and_from_a_graph() {

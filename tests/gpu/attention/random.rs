@@ -10,8 +10,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::attention::{AttentionShape, Mask, Padding, PvAccumulator, Sequence};
-use sigmascale::cuda::sources::Source;
-use sigmascale::cuda::{Arg, Buffer, DevicePtr, Kernel, Launch, Stream};
+use sigmascale::cuda::{Arg, Buffer, DevicePtr, Kernel, Launch, Source, Stream};
 use sigmascale::device::attention::{
     Cuda, Descales, DeviceCall, Element, Keys, SavedOperands, SavedRows, Sequences, Tensors, View, Workspace,
 };

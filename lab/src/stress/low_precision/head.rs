@@ -73,6 +73,8 @@ pub struct Seen {
     pub repeated_in_tile: f64,
     /// Sum of the error of the delta that the backward uses, over that of |delta|.
     pub bias: f64,
+    /// Mean product of the signs of dO and of the output's error.
+    pub error_sign: f64,
     pub entropy: f64,
 }
 
@@ -226,6 +228,10 @@ impl Head {
             seen.entropy -= logits.iter().map(|s| p(s).exp() * p(s)).sum::<f64>() / rows;
 
             let high: f64 = d_out.iter().zip(&exact.out[i * D..]).map(|(d, o)| f64::from(*d) * o).sum();
+            let sign = |x: f64| if x == 0.0 { 0.0 } else { x.signum() };
+            let signs = d_out.iter().zip(&output.out[i * D..]).zip(&exact.out[i * D..]);
+            let agreeing = signs.map(|((d, o), exact)| sign(f64::from(*d)) * sign(f64::from(*o) - exact));
+            seen.error_sign += agreeing.sum::<f64>() / (rows * D as f64);
             let used: f64 = match delta_from {
                 Delta::Output => {
                     d_out.iter().zip(&output.out[i * D..]).map(|(d, o)| f64::from(*d) * f64::from(*o)).sum()

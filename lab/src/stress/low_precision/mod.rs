@@ -134,6 +134,7 @@ fn record(step: u64, heads: &[Head], seen: &[&Seen]) -> LayerRecord {
         repeated: column(|seen| seen.repeated),
         repeated_in_tile: column(|seen| seen.repeated_in_tile),
         delta_bias: column(|seen| seen.bias),
+        error_sign: column(|seen| seen.error_sign),
         entropy: column(|seen| seen.entropy),
         ..LayerRecord::default()
     }

@@ -52,12 +52,4 @@ impl Remedy {
             }
         }
     }
-
-    /// Whether the paper says that it averts the failure.
-    pub fn is_of_the_paper(self) -> bool {
-        matches!(
-            self,
-            Self::F32Output | Self::F32Pv | Self::DeltaFromP | Self::ShiftedSoftmax | Self::F32Head | Self::F32
-        )
-    }
 }
