@@ -88,7 +88,8 @@ def test_a_device_has_the_scales_of_calibrate(family, tmp_path, on_device):
     list(on_host.through(weights))
     assert on_host._device is None
     for number, layer in on_host.layers.items():
-        assert {**stream.layers[number], "q": 0, "k": 0, "v": 0}.keys() == layer.keys()
+        # Centers are computed on the host alone.
+        assert stream.layers[number].keys() == layer.keys() - {"centered"}
         assert stream.layers[number]["names"] == layer["names"]
 
 
@@ -108,6 +109,22 @@ def test_layers_in_order_share_one_copy_and_one_engine(tmp_path, on_device):
     assert slot.engine is not None
     # Projections of one layer, and its gain in float32.
     assert most <= (64 + 32 + 32) * 64 * 2 + 64 * 4
+
+
+def test_a_later_pass_in_another_type_has_an_engine_of_its_own(tmp_path, on_device):
+    weights = sorted(written("llama", tmp_path))
+    stream = sigmascale.ScaleStream(tmp_path)
+    list(stream.through(weights))
+    (first,) = stream._device._engines.values()
+    # What rounds keys is part of their bounds, so that these have others.
+    wide = [(name, tensor.float()) for name, tensor in weights]
+    on_host = sigmascale.ScaleStream(tmp_path, host=True)
+    list(stream.through(wide)), list(on_host.through(wide))
+    (second,) = stream._device._engines.values()
+    assert second is not first
+    for number, layer in on_host.layers.items():
+        for operand in "qkv":
+            assert all(1 <= one / least <= 1 + 1e-5 for one, least in zip(stream.layers[number][operand], layer[operand]))
 
 
 @pytest.fixture
