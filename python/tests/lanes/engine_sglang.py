@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 LOAD = """
-import json, os, socket, sys
+import json, logging, os, socket, sys
 
 out = os.dup(1)
 os.dup2(2, 1)
+log = logging.getLogger("sglang.plugins.sigmascale")
+log.setLevel(logging.INFO)
+log.addHandler(logging.StreamHandler())
 from sglang.srt.plugins import load_plugins
 
 load_plugins()  # As each process of a server does.
