@@ -399,9 +399,9 @@ def _e4m3():
     return {how: torch.compile(f, dynamic=False) for how, f in makers.items()}
 
 
-def our_training(case, sets, sums_limit=None):
+def our_training(case, sets, sums_limit=None, gradients=None):
     """Forward and backward of `sigmascale.torch.attention` through autograd, in parts whose sums of dQ take at most
-    `sums_limit` bytes, or by default."""
+    `sums_limit` bytes, or by default; `gradients`: how dQ is computed."""
     from sigmascale.torch import _hopper, attention
 
     leaves = [tuple(x.requires_grad_() for x in s) for s in case.operands(sets)]
@@ -409,7 +409,7 @@ def our_training(case, sets, sums_limit=None):
 
     def launch(i):
         _hopper.SUMS.update(sums_limit=sums_limit)
-        out = attention(*leaves[i], plan, causal=case.causal)
+        out = attention(*leaves[i], plan, causal=case.causal, gradients=gradients)
         return torch.autograd.grad(out, leaves[i], grads[i])
 
     return launch
@@ -443,6 +443,7 @@ def contenders(table, rotated=False):
         own = functools.partial(ours, dtype=torch.bfloat16, rotated=rotated)
         return {"sigmascale": own, **cast, "cudnn-bf16": bf16}
     others = {name: functools.partial(our_training, sums_limit=limit) for name, limit in PARTS.items()}
+    others |= {f"sigmascale+{how}": functools.partial(our_training, gradients=how) for how in ("rounded-delta", "fp8-dq")}
     return {"sigmascale": our_training, **others, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
 
 

@@ -789,6 +789,24 @@ def served_cache():
     return markdown(["model", "cache", "perplexity", "mean KL", "rms change of a token's log-probability"], table)
 
 
+def real_slack():
+    rows, table = record("2026-11-27-real-models-slack-cpu.csv"), []
+    for model, name in SERVED.items():
+        of = lambda operand: find(rows, model=model, operand=operand)
+        slack = lambda row: f"{row['slack_min']}, {row['slack_median']}, {row['slack_max']}"
+        table.append([name, *(slack(of(x)) for x in ("q", "k", "v", "logits")), "; ".join(of(x)["largest_seen"] for x in "qkv")])
+    return markdown(["bound / largest seen: least, median, most", "q", "k", "v", "logits", "largest q; k; v"], table)
+
+
+def real_cache():
+    rows, table = record("2026-11-27-real-models-cache-cpu.csv"), []
+    names = {"1.0": "1.0", "weights": "from the weights", "weights per head": "from the weights, per head", "maxima of this text": "maxima of this text"}
+    for scales, name in names.items():
+        found = [next((row for row in rows if (row["model"], row["scales"]) == (model, scales)), None) for model in SERVED]
+        table.append([name, *("" if row is None else f"{float(row['change_percent']):+.1f} %, {row['kl']}" for row in found)])
+    return markdown(["scales of keys and values", *SERVED.values()], table)
+
+
 def served_long():
     rows, table = record("2026-11-28-served-long-h200.csv"), []
     lengths = sorted({int(row["tokens"]) for row in rows})
@@ -891,6 +909,8 @@ TABLES = {
         served_magnitudes,
         served_cache,
         served_long,
+        real_slack,
+        real_cache,
         centered_cache,
         centered_gradients,
         centered_outputs,

@@ -1,6 +1,7 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
 use super::centers::{self, CenterArgs};
+use super::html::quoted;
 use super::mla;
 use super::model::Model;
 use super::named::named;
@@ -150,7 +151,7 @@ fn table(profile: &Profile, model: &str, most: usize) -> String {
     out.push('\n');
     out.push_str(&constants(profile));
     if profile.layers.is_some() && profile.method.as_ref().is_some_and(|method| method.c.is_none()) {
-        let _ = writeln!(out, "\nTo serve with these scales: sigmascale export {model} --to NEW --for vllm");
+        let _ = writeln!(out, "\nNext: sigmascale export {} --to NEW --for vllm", quoted(model));
     }
     out
 }

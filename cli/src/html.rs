@@ -2,6 +2,7 @@
 
 use super::output::is_unprintable;
 pub use super::terminal::Tone;
+use super::terminal::parts;
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -23,6 +24,10 @@ figcaption{max-width:60ch;margin-bottom:8px}
 .made{max-width:100%;color:var(--dim);font-size:13px;overflow-wrap:anywhere}code{font:12px ui-monospace,monospace}
 .verdict{font-size:16px;font-weight:600;border-left:5px solid var(--accent);padding:4px 12px;max-width:90ch}
 .good{border-color:var(--p2)}.bad-news{border-color:var(--p3)}
+.next code{font-size:13px;background:var(--line);padding:3px 6px;border-radius:3px}
+.tone-good{color:var(--p2)}.tone-bad{color:var(--p3);font-weight:600}.tone-plain{color:var(--p4)}
+tr:has(.tone-bad){background:color-mix(in srgb,var(--p3) 9%,transparent)}
+summary{cursor:pointer;margin:8px 0;color:var(--accent)}
 nav{font-size:14px;margin:14px 0 22px}nav a{color:var(--accent);margin-right:18px;display:inline-block}
 .scroll{overflow-x:auto;max-width:100%;
 background:linear-gradient(to right,var(--bg) 40%,transparent) left/48px 100%,linear-gradient(to left,var(--bg) 40%,transparent) right/48px 100%,
@@ -47,6 +52,11 @@ ul{padding-left:18px}li{margin-bottom:7px;break-inside:avoid}
 ul.remarks{margin:18px 0 22px;columns:430px 2;column-gap:44px;font-size:14px}
 .words td:first-child,.words th:first-child{text-align:left}
 .reasons td:last-child,.reasons th:last-child{text-align:left;white-space:normal;min-width:280px}
+@media(max-width:760px){
+.reasons table,.reasons tbody,.reasons tr{display:grid;grid-column:1/-1}
+.reasons table{grid-template-columns:repeat(var(--short),auto)}.reasons tbody,.reasons tr{grid-template-columns:subgrid}
+.reasons td{border:0}.reasons tr{border-bottom:1px solid var(--line)}
+.reasons th:last-child{display:none}.reasons td:last-child{grid-column:1/-1;min-width:0;overflow-wrap:anywhere}}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 16px;font-size:13px}
 .legend span{display:inline-flex;align-items:center;gap:6px}
 :root{--p0:#1f5fae;--p1:#0f9aa8;--p2:#3d8b37;--p3:#c8321f;--p4:#d98a00;--p5:#7b4fb0}
@@ -87,7 +97,7 @@ impl Made {
 }
 
 /// An argument as a POSIX shell reads it back.
-fn quoted(arg: &str) -> String {
+pub fn quoted(arg: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "-_./,:=+@%".contains(c);
     if !arg.is_empty() && arg.chars().all(plain) { arg.to_owned() } else { format!("'{}'", arg.replace('\'', "'\\''")) }
 }
@@ -123,11 +133,12 @@ pub struct Page {
 }
 
 impl Page {
-    /// A page with a title, a line under it, and the summary that is read first.
+    /// A page with a title, a line under it, and the summary that is read first (may be empty).
     pub fn new(title: &str, line: &str, summary: &str) -> Self {
         let mut head = String::new();
         let _ = write!(head, "<h1>{}</h1>\n<p class=\"dim\">{}</p>\n", escape(title), escape(line));
-        let body = format!("<p class=\"lead\">{}</p>\n", escape(summary));
+        let lead = |text| format!("<p class=\"lead\">{}</p>\n", escape(text));
+        let body = Some(summary).filter(|text| !text.is_empty()).map_or_else(String::new, lead);
         Self { title: title.to_owned(), head, body, sections: vec![], figures: vec![] }
     }
 
@@ -141,6 +152,11 @@ impl Page {
         let _ = writeln!(self.head, "<p class=\"verdict{class}\">{}</p>", escape(text));
     }
 
+    /// Sets the command that comes next, below the verdict.
+    pub fn next(&mut self, command: &str) {
+        let _ = writeln!(self.head, "<p class=\"next\">Next: <code>{}</code></p>", escape(command));
+    }
+
     /// Adds a table. `class` is `words` where the first column holds words, `reasons` where the last one does.
     pub fn table<const N: usize>(&mut self, class: &str, heads: &[&str; N], rows: impl Iterator<Item = [String; N]>) {
         self.body.push_str(&table(class, heads, rows));
@@ -151,6 +167,13 @@ impl Page {
         self.sections.push(title.to_owned());
         let id = self.sections.len();
         let _ = write!(self.body, "<section id=\"s{id}\">\n<h2 class=\"title\">{}</h2>\n", escape(title));
+    }
+
+    /// Adds what is read by few: under a title that opens it.
+    pub fn fold(&mut self, title: &str, content: impl FnOnce(&mut Self)) {
+        let _ = writeln!(self.body, "<details><summary>{}</summary>", escape(title));
+        content(self);
+        self.body.push_str("</details>\n");
     }
 
     /// Adds a paragraph.
@@ -227,9 +250,9 @@ impl Page {
              <title>{}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{}{}{}{}</body>\n</html>\n",
             escape(&self.title),
             self.head,
-            made.line(),
             self.contents(),
-            self.body
+            self.body,
+            made.line()
         )
     }
 }
@@ -268,16 +291,33 @@ pub fn escape(text: &str) -> String {
     out
 }
 
-/// A table of plain text, which scrolls sideways where it is wider than the window, and says so on a phone.
+/// Text with the colors of its verdicts, as markup.
+fn toned_markup(text: &str) -> String {
+    let part = |(tone, text): (Option<Tone>, String)| {
+        let class = match tone {
+            Some(Tone::Good) => "tone-good",
+            Some(Tone::Bad) => "tone-bad",
+            Some(Tone::Plain) => "tone-plain",
+            None => return escape(&text),
+        };
+        format!("<span class=\"{class}\">{}</span>", escape(&text))
+    };
+    parts(text).into_iter().map(part).collect()
+}
+
+/// A table of text, which scrolls sideways where it is wider than the window, and says so on a phone. There the reasons of
+/// `reasons` have lines of their own.
 pub fn table<const N: usize>(class: &str, heads: &[&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
     let row = |tag: &str, cells: &[String; N]| {
-        let cells: String = cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        let cells: String = cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", toned_markup(cell))).collect();
         format!("<tr>{cells}</tr>\n")
     };
     let rows: String = rows.map(|cells| row("td", &cells)).collect();
+    let hint = if class == "reasons" { "" } else { "<p class=\"hint\">The table scrolls sideways.</p>\n" };
     format!(
-        "<p class=\"hint\">The table scrolls sideways.</p>\n<div class=\"scroll {class}\" tabindex=\"0\" role=\"region\" \
-         aria-label=\"Table\"><table>\n{}{rows}</table></div>\n",
+        "{hint}<div class=\"scroll {class}\" style=\"--short:{}\" tabindex=\"0\" role=\"region\" aria-label=\"Table\">\
+         <table>\n{}{rows}</table></div>\n",
+        N - 1,
         row("th", &heads.map(str::to_owned))
     )
 }

@@ -50,18 +50,17 @@ use tracing_subscriber::EnvFilter;
 
 /// Compute, export, audit and compare FP8 attention scales from the weights of a model
 #[derive(Parser)]
-#[command(name = "sigmascale", version, about, arg_required_else_help = true)]
+#[command(name = "sigmascale", version, about, arg_required_else_help = true, max_term_width = 118)]
 #[command(after_help = "Examples:
-  sigmascale calibrate FOLDER                          scales that the weights need
-  sigmascale verify FOLDER                             can the stored FP8 scales overflow?
-  sigmascale export FOLDER --to NEW --for vllm         a checkpoint with scales for vLLM
-  sigmascale stress checkpoint-load --model FOLDER
-                                                       six scaling policies on fresh weights
-  sigmascale diagnose run.jsonl                        which head went wrong first, and what to do
+  sigmascale verify FOLDER                        can its FP8 scales overflow?
+  sigmascale export FOLDER --to NEW --for vllm    a checkpoint with scales
+  sigmascale calibrate FOLDER                     scales that the weights need
+  sigmascale stress weight-spike --model FOLDER   six policies side by side
+  sigmascale diagnose run.jsonl                   which head went wrong first
 
-Results go to stdout, logs and progress to stderr. With --json, errors are JSON too.
-Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe or unknown, 3 unreadable;
-diagnose: 0 no alarm, 1 alarm, 3 unreadable.")]
+Results go to stdout, logs and progress to stderr. With --json, errors are JSON
+too. Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe or
+unknown, 3 unreadable; diagnose: 0 no alarm, 1 alarm, 3 unreadable.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

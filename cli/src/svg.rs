@@ -195,6 +195,9 @@ pub struct Cell {
     pub about: String,
 }
 
+/// Width of a color in the scale of a [`Map`].
+const SWATCH: f64 = 46.0;
+
 /// Cells by row and column, rows downwards.
 pub struct Map<'a> {
     /// For readers that do not see it.
@@ -207,6 +210,8 @@ pub struct Map<'a> {
     pub columns: Vec<[String; 2]>,
     /// Width and height of a cell.
     pub cell: (f64, f64),
+    /// Values and the strength of their color, below the cells.
+    pub scale: Vec<(String, f64)>,
 }
 
 impl Map<'_> {
@@ -215,7 +220,9 @@ impl Map<'_> {
         let (width, height) = self.cell;
         let (left, top) = (32.0, 34.0);
         let (right, bottom) = (left + width * self.columns.len() as f64, top + height * self.rows.len() as f64);
-        let mut svg = Svg::new(right + 8.0, bottom + 6.0, self.name);
+        let below = if self.scale.is_empty() { 6.0 } else { 34.0 };
+        let mut svg =
+            Svg::new(f64::max(right, left + SWATCH * self.scale.len() as f64) + 8.0, bottom + below, self.name);
         svg.text((self.note.0, 11.0), Anchor::Start, self.note.1);
         // Labels that would touch are left out.
         let every = |cell: f64, room: f64| (room / cell).ceil() as usize;
@@ -246,6 +253,15 @@ impl Map<'_> {
                     svg.text_of(class, (x + 0.5 * width, middle), Anchor::Middle, &label);
                 }
             }
+        }
+        for (place, (value, shade)) in self.scale.iter().enumerate() {
+            let x = left + SWATCH * place as f64;
+            svg.add(format_args!(
+                "<rect class=\"cell\" x=\"{x:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"8\" fill-opacity=\"{shade:.3}\"/>",
+                bottom + 6.0,
+                SWATCH - 1.0
+            ));
+            svg.text((x + 0.5 * SWATCH, bottom + 26.0), Anchor::Middle, value);
         }
         svg.finish()
     }

@@ -47,7 +47,7 @@ impl Table {
     /// behind the first one.
     fn within(&self, limit: Option<usize>) -> String {
         let count = self.rows.iter().map(Vec::len).max().unwrap_or(0);
-        let width = |c: usize| self.rows.iter().filter_map(|row| row.get(c)).map(|cell| cell.chars().count()).max();
+        let width = |c: usize| self.rows.iter().filter_map(|row| row.get(c)).map(|cell| visible(cell)).max();
         let widths: Vec<usize> = (0..count).map(|c| width(c).unwrap_or(0)).collect();
         let all: Vec<usize> = (0..count).collect();
         let taken = |columns: &[usize]| columns.iter().map(|c| widths[*c] + 2).sum::<usize>().saturating_sub(2);
@@ -83,14 +83,15 @@ impl Table {
                 if place > 0 {
                     line.push_str("  ");
                 }
+                let pad = " ".repeat(width.saturating_sub(visible(cell)));
                 if self.left && *column == 0 {
-                    line.push_str(&format!("{cell:<width$}"));
+                    line.push_str(&format!("{cell}{pad}"));
                 } else if self.left_last && *column + 1 == widths.len() {
-                    let before = line.chars().count();
+                    let before = visible(&line);
                     let text = words.map(|words| wrap(cell, before, before + words));
                     line.push_str(text.as_deref().unwrap_or(cell));
                 } else {
-                    line.push_str(&format!("{cell:>width$}"));
+                    line.push_str(&format!("{pad}{cell}"));
                 }
             }
             out.push_str(&line);
@@ -98,6 +99,11 @@ impl Table {
         }
         out
     }
+}
+
+/// Columns that text takes, without the marks of its colors.
+fn visible(text: &str) -> usize {
+    terminal::parts(text).iter().map(|(_, part)| part.chars().count()).sum()
 }
 
 /// Rows of a table, unless all are asked for: with what stands around them they fit a screen.
@@ -113,7 +119,7 @@ pub fn largest<'r, T>(rows: &'r [T], most: usize, of: &str, value: impl Fn(&T) -
     places.sort_by(|a, b| value(b).total_cmp(&value(a)));
     places.truncate(most);
     places.sort_unstable();
-    let line = format!("{} more layers, with smaller {of} (--all prints them)\n", rows.len() - most);
+    let line = wrapped(&format!("{} more layers, with smaller {of} (--all prints them)", rows.len() - most), "");
     (places.into_iter().map(|place| &rows[place]).collect(), line)
 }
 

@@ -59,24 +59,32 @@ pub fn painted(text: &str) -> String {
 }
 
 fn paint(text: &str, colors: bool) -> String {
-    let mut out = String::with_capacity(text.len());
+    let style = |tone| match tone {
+        Tone::Good => Style::new().green(),
+        Tone::Bad => Style::new().red().bold(),
+        Tone::Plain => Style::new().yellow(),
+    };
+    let painted = |(tone, text): (Option<Tone>, String)| match tone {
+        Some(tone) => style(tone).force_styling(colors).apply_to(text).to_string(),
+        None => text,
+    };
+    parts(text).into_iter().map(painted).collect()
+}
+
+/// Text without its marks, in parts that have the color of a verdict or none.
+pub fn parts(text: &str) -> Vec<(Option<Tone>, String)> {
+    let mut out = Vec::new();
     let mut rest = text;
     while let Some((at, tone)) =
         rest.char_indices().find_map(|(at, c)| MARKS.iter().find(|(_, mark)| *mark == c).map(|(tone, _)| (at, *tone)))
     {
-        out.push_str(&rest[..at]);
         let inside = &rest[at + MARKS[0].1.len_utf8()..];
         let (inside, after) = inside.split_once(END).unwrap_or((inside, ""));
-        let style = match tone {
-            Tone::Good => Style::new().green(),
-            Tone::Bad => Style::new().red().bold(),
-            Tone::Plain => Style::new().yellow(),
-        };
-        out.push_str(&style.force_styling(colors).apply_to(inside).to_string());
+        out.extend([(None, rest[..at].replace(END, "")), (Some(tone), inside.to_owned())]);
         rest = after;
     }
-    out.push_str(rest);
-    out.replace(END, "")
+    out.push((None, rest.replace(END, "")));
+    out
 }
 
 #[cfg(test)]

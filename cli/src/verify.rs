@@ -227,15 +227,26 @@ fn summary(audit: &Audit) -> String {
 
 const HEADS: [&str; 7] = ["layer", "operand", "scale", "needed", "text", "verdict", "reason"];
 
-/// The cells of a row: scales, what is needed, the worst verdict and its reason. The worst rows come first.
-fn rows(audit: &Audit, observed: Option<&Observed>) -> Vec<[String; 7]> {
+/// The cells of a row: scales, what is needed, the worst verdict and its reason; and whether it is safe. The worst rows come
+/// first.
+fn rows(audit: &Audit, observed: Option<&Observed>) -> Vec<(bool, [String; 7])> {
     let row = |number: usize, name: char, entries: &[AuditEntry]| {
         let scales = range(entries.iter().map(|entry| f64::from(entry.scale)));
         let needed = range(entries.iter().filter_map(|entry| entry.needed.map(f64::from)));
         let worst = entries.iter().find(|entry| entry.verdict != ScaleVerdict::Safe).or(entries.first());
-        let (verdict, why) = worst.map_or(("-", String::new()), |entry| (entry.verdict.name(), entry.why.clone()));
+        let (verdict, why) =
+            worst.map_or((ScaleVerdict::Unknown, String::new()), |entry| (entry.verdict, entry.why.clone()));
         let text = short(observed.and_then(|observed| reached(observed, number, name)));
-        [number.to_string(), name.to_string(), scales, needed, text, verdict.to_owned(), why]
+        let tone = match verdict {
+            ScaleVerdict::Safe => Tone::Good,
+            ScaleVerdict::Missing | ScaleVerdict::Unknown => Tone::Plain,
+            _ => Tone::Bad,
+        };
+        // Where a scale that is safe is stored says the JSON.
+        let why =
+            if verdict == ScaleVerdict::Safe { why.split(" (").next().unwrap_or_default().to_owned() } else { why };
+        let cells = [number.to_string(), name.to_string(), scales, needed, text, toned(tone, verdict.name()), why];
+        (verdict == ScaleVerdict::Safe, cells)
     };
     let places: Vec<(usize, char)> = audit.faults().iter().map(|(layer, name, _)| (*layer, *name)).collect();
     let all = audit
@@ -264,17 +275,17 @@ fn table(report: &Report, most: usize, problems_only: bool) -> String {
     let mut out = wrapped(&format!("{}, for {} {}", audit.model, audit.engine, audit.version), "") + "\n";
     let mut rows = rows(audit, report.observed.as_ref());
     if problems_only {
-        rows.retain(|row| row[5] != ScaleVerdict::Safe.name());
+        rows.retain(|(safe, _)| !safe);
     }
     let hidden = rows.get(most..).unwrap_or_default();
-    let shown = rows.iter().take(most).cloned();
+    let shown = rows.iter().take(most).map(|(_, cells)| cells.clone());
     let table = match report.observed {
         Some(_) => shown.fold(Table::new(HEADS), Table::with),
         None => shown.map(without_text).fold(Table::new(without_text(HEADS)), Table::with),
     };
     out.push_str(&table.left_last().render());
     if !hidden.is_empty() {
-        let bad = hidden.iter().filter(|row| row[5] != ScaleVerdict::Safe.name()).count();
+        let bad = hidden.iter().filter(|(safe, _)| !safe).count();
         let what = if bad == 0 { "all safe".to_owned() } else { format!("{bad} of them not safe") };
         out.push_str(&format!("{} more rows, {what} (--all prints them)\n", hidden.len()));
     }
@@ -306,33 +317,62 @@ fn table(report: &Report, most: usize, problems_only: bool) -> String {
         out.push_str("\nOther engines (--for):\n");
         report.others.iter().for_each(|other| out.push_str(&wrapped(&summary(other), "  ")));
     }
-    let tone = match audit.outcome {
-        Outcome::Safe => Tone::Good,
-        Outcome::NotSafe => Tone::Bad,
-        Outcome::Unknown | Outcome::NotProven => Tone::Plain,
-    };
-    out.push_str(&format!("\n{}", toned(tone, &wrapped(&summary(audit), ""))));
+    out.push_str(&format!("\n{}", toned(tone(audit), &wrapped(&summary(audit), ""))));
     let next = audit.next(&report.folder).map_or(String::new(), |command| format!("Next: {command}\n"));
     out + &next
 }
 
-/// The page.
+/// The page: the verdict, what is wrong, and the rest folded away.
 pub fn page(report: &Report, made: &Made) -> String {
     let mut page = Page::new(
         &format!("Audit of the FP8 attention scales of {}", report.audit.model),
         "The scales that an engine would use, compared with the worst-case bounds of the weights",
-        "needed: worst-case bound, including rounding, divided by 448. A smaller scale can overflow for some normalized \
-         input; whether it does depends on the text.",
+        "",
     );
-    page.verdict(if report.audit.safe { Tone::Good } else { Tone::Bad }, &summary(&report.audit));
-    for audit in std::iter::once(&report.audit).chain(&report.others) {
+    page.verdict(tone(&report.audit), &summary(&report.audit));
+    if let Some(command) = report.audit.next(&report.folder) {
+        page.next(&command);
+    }
+    for (place, audit) in std::iter::once(&report.audit).chain(&report.others).enumerate() {
         page.section(&audit.engine.to_string());
-        page.paragraph(&summary(audit));
+        if place > 0 {
+            page.paragraph(&summary(audit));
+        }
         let steps = audit.mend(&report.folder).iter().map(ToString::to_string).collect();
         let slack = report.observed.iter().filter_map(|observed| slack(audit, observed)).collect();
         page.list(&[audit.notes.clone(), unjudged(audit), slack, steps].concat());
-        page.table("reasons", &HEADS, rows(audit, report.observed.as_ref()).into_iter());
+        let (safe, wrong): (Vec<_>, Vec<_>) =
+            rows(audit, report.observed.as_ref()).into_iter().partition(|(safe, _)| *safe);
+        if !wrong.is_empty() {
+            rows_of(&mut page, report, wrong);
+            page.note(
+                "needed: worst-case bound, including rounding, divided by 448. A smaller scale can overflow for some \
+                 normalized input; whether it does depends on the text.",
+            );
+        }
+        if !safe.is_empty() {
+            let title = format!("{} of {} operands are safe", safe.len(), safe.len() + audit.faults().len());
+            page.fold(&title, |page| rows_of(page, report, safe));
+        }
         page.end_section();
     }
     page.render(made)
+}
+
+/// A table of these rows, with a column for the text where one was run.
+fn rows_of(page: &mut Page, report: &Report, rows: Vec<(bool, [String; 7])>) {
+    let cells = rows.into_iter().map(|(_, cells)| cells);
+    match report.observed {
+        Some(_) => page.table("reasons", &HEADS, cells),
+        None => page.table("reasons", &without_text(HEADS), cells.map(without_text)),
+    }
+}
+
+/// The color of an audit's verdict.
+fn tone(audit: &Audit) -> Tone {
+    match audit.outcome {
+        Outcome::Safe => Tone::Good,
+        Outcome::NotSafe => Tone::Bad,
+        Outcome::Unknown | Outcome::NotProven => Tone::Plain,
+    }
 }

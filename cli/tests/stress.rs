@@ -578,12 +578,13 @@ fn the_page_needs_nothing_else() {
         assert!(!page.contains(absent), "{absent}");
     }
     assert_eq!(page.matches("<section id=").count(), 4);
-    // Every section starts with its verdicts.
-    let verdicts =
-        page.split("<section id=").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
-    for verdicts in verdicts {
-        let (verdicts, _) = verdicts.split_once("</ul>").unwrap();
-        assert!(verdicts.starts_with("<ul class=\"lines\">") && verdicts.matches("<li>").count() == 6, "{verdicts}");
+    // Every section starts with the chart that decides, then come its verdicts.
+    for section in page.split("<section id=").skip(1) {
+        let (before, after) = section.split_once("<ul class=\"lines\">").unwrap();
+        let first = before.split("<figure").nth(1).unwrap();
+        assert!(first.contains("<h2>Largest |x / descale| / 448 by "), "{first}");
+        let (verdicts, _) = after.split_once("</ul>").unwrap();
+        assert_eq!(verdicts.matches("<li>").count(), 6, "{verdicts}");
     }
     assert!(page.contains("<li>delayed-paper: OVERFLOW on ") && page.contains("<li>geometry: no overflow; "));
     assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());

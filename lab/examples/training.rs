@@ -1,9 +1,9 @@
 //! Training under every policy over several seeds, as Markdown:
-//! `cargo run --release --example training -- seeds|peaks|regimes|steps [MODEL] [SEEDS] [ONLY]`.
+//! `cargo run --release --example training -- seeds|peaks|regimes [MODEL] [SEEDS] [ONLY]`.
 //!
 //! `seeds` runs `lr-spike` and `resume` (or ONLY one) in both modes and with both kinds of casts; `peaks` tells how close
 //! training came to the end of the range under the worst-case bound; `regimes` looks for settings (those with ONLY in their name) in
-//! which the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
+//! which the policy matters. `data/training` holds the committed results.
 
 use rayon::prelude::*;
 use sigmascale::fp8::OnOverflow;
@@ -27,8 +27,7 @@ fn main() -> Result<()> {
         "seeds" => seed_tables(model, seeds, args.get(3).map(String::as_str))?,
         "peaks" => peaks(model, seeds)?,
         "regimes" => regimes(model, seeds, args.get(3).map(String::as_str))?,
-        "steps" => return steps(model),
-        other => return Err(Error::argument(format_args!("{other}: the tables are seeds, peaks, regimes and steps"))),
+        other => return Err(Error::argument(format_args!("{other}: the tables are seeds, peaks and regimes"))),
     }
     eprintln!("{:.0} s", start.elapsed().as_secs_f64());
     Ok(())
@@ -327,22 +326,4 @@ fn wild(options: &TrainOptions) -> Result<Option<sigmascale::runtime::RuntimeSta
         trainer.step(512.0)?;
     }
     Ok(trainer.scales())
-}
-
-fn steps(model: ModelKind) -> Result<()> {
-    for policy in [None, Some(PolicyKind::Geometry), Some(PolicyKind::DelayedTe)] {
-        let mut trainer = Trainer::new(TrainOptions::new(model, policy.map(PolicyConfig::from)))?;
-        let start = Instant::now();
-        let mut last = 0.0;
-        for step in 0..100 {
-            let record = trainer.step(1.0)?;
-            last = record.loss;
-            if step % 20 == 0 {
-                let amax = record.observed.iter().map(|o| o.row.max_logit).fold(0.0, f64::max);
-                println!("{step} loss {:.3} largest logit {amax:.1}", record.loss);
-            }
-        }
-        println!("{}: {:.1} ms a step, loss {last:.3}", label(policy), 10.0 * start.elapsed().as_secs_f64());
-    }
-    Ok(())
 }

@@ -67,8 +67,10 @@ class Attention(nn.Module):
         self.plan = self.context = None
         # Without a plan: attention of q, k and v by head.
         self.causal = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        # Whether FP8 attention turns q and k in its cast.
-        self.turns = False
+        # Whether FP8 attention turns q and k in its cast, and how it computes dQ.
+        self.turns, self.gradients = False, None
+        # Where a list: takes q, k, v and the output of the last forward.
+        self.seen = None
         self.sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
 
     def parts(self, name):
@@ -88,13 +90,15 @@ class Attention(nn.Module):
         if self.llama and not self.turns:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if self.plan is None:
-            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-            y = self.causal(q, k, v).transpose(1, 2)
+            heads_first = (y.transpose(1, 2) for y in (q, k, v))
+            y = self.causal(*heads_first).transpose(1, 2)
         elif self.context is not None:
             y = fp8.ring_attention(q, k, v, self.plan, self.context)
         else:
             rope = tuple(table[0, :, 0] for table in rotation) if self.llama and self.turns else None
-            y = fp8.attention(q, k, v, self.plan, rope=rope)
+            y = fp8.attention(q, k, v, self.plan, rope=rope, gradients=self.gradients)
+        if self.seen is not None:
+            self.seen[:] = q, k, v, y
         return self.out(y.flatten(2))
 
 
@@ -195,16 +199,17 @@ class Gpt(nn.Module):
         )
 
 
-def attach(model, policy, group=None, bound=None, rope_in_cast=False, estimator="gram", logits=None):
+def attach(model, policy, group=None, bound=None, rope_in_cast=False, estimator="gram", logits=None, center="none", gradients=None):
     """FP8 attention under a policy; None for the control. `bound`: also logit bounds. `rope_in_cast`: its cast turns q and k.
-    `estimator`: where norms come from. `logits`: "e4m3" casts them too."""
+    `estimator`: where norms come from. `logits`: "e4m3" casts them too. `center`: what is subtracted from keys and values.
+    `gradients`: how dQ is computed."""
     if policy == "bf16":
         return None
     # Functions, since weights may be sharded: they are called when they are whole.
     layers = [functools.partial(model.attention_layer, block) for block in model.blocks]
-    runtime = fp8.attach(model, policy, bound, layers=layers, group=group, estimator=estimator, logits=logits)
+    runtime = fp8.attach(model, policy, bound, layers=layers, group=group, estimator=estimator, logits=logits, center=center)
     for block, plan in zip(model.blocks, runtime.layers):
-        block.attention.plan, block.attention.turns = plan, rope_in_cast
+        block.attention.plan, block.attention.turns, block.attention.gradients = plan, rope_in_cast, gradients
     return runtime
 
 
@@ -248,6 +253,66 @@ class Watch:
         self.logits.zero_()
         self.peak.zero_()
         return row
+
+
+class Probe:
+    """Of the first, middle and last layer's dQ on a batch, the relative error and the bias factor: the norm of the mean row error over
+    what independent row errors of its size would leave; 1 is unbiased. Against f64 on the operands that the attention reads. The
+    largest of the heads of one sequence."""
+
+    def __init__(self, model):
+        self.model, count = model, len(model.blocks)
+        self.places = sorted({0, count // 2, count - 1})
+
+    def take(self, window, ranks):
+        attentions = [self.model.blocks[place].attention for place in self.places]
+        for attention in attentions:
+            attention.seen = []
+        loss = loss_of(self.model, window, ranks)
+        seen = [attention.seen for attention in attentions]
+        for attention in attentions:
+            attention.seen = None
+        grads = torch.autograd.grad(loss, [y for *_, y in seen])
+        rows = [self.of(a, *each, grad) for a, each, grad in zip(attentions, seen, grads)]
+        errors, factors = zip(*rows)
+        return {"dq_layers": self.places, "dq_error": errors, "dq_bias_factor": factors}
+
+    def of(self, attention, q, k, v, _, grad):
+        q, k, v, grad = (x[:1].detach() for x in (q, k, v, grad))
+        leaf, grad = q.clone().requires_grad_(), grad.to(torch.bfloat16)
+        plan, heads_first = attention.plan, lambda x: x.transpose(1, 2)
+        if plan is None:
+            operands = [x.to(torch.bfloat16) for x in (leaf, k, v)]
+            y = heads_first(F.scaled_dot_product_attention(*map(heads_first, operands), is_causal=True, enable_gqa=True))
+            held = operands
+        else:
+            y = fp8.attention(leaf, k, v, plan, gradients=attention.gradients)
+            c, m = (0.0 if x is None else x for x in plan.centers)
+            held = [_held(x, d) for x, d in zip((q, k.float() - c, v.float() - m), plan.descales(1))]
+        (dq,) = torch.autograd.grad(y, leaf, grad.to(y.dtype))
+        group, error, factor = q.shape[2] // k.shape[2], 0.0, 0.0
+        for head in range(q.shape[2]):
+            one = [x[0, :, at].detach().double() for x, at in zip((*held, grad), (head, head // group, head // group, head))]
+            exact = _exact_dq(*one)
+            off = dq[0, :, head].double() - exact
+            error = max(error, (off.norm() / exact.norm()).item())
+            factor = max(factor, (off.sum(dim=0).norm() / off.norm()).item())
+        return round(error, 5), round(factor, 3)
+
+
+def _held(x, descale):
+    """What the cast to E4M3 keeps."""
+    d = descale.repeat_interleave(x.shape[2] // descale.shape[1], dim=1)[:, None, :, None]
+    return (x.float() * (1 / d)).clamp(-448, 448).to(torch.float8_e4m3fn).double() * d.double()
+
+
+def _exact_dq(q, k, v, grad):
+    """Of one head under a causal mask, f64."""
+    scale = q.shape[1] ** -0.5
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1)
+    p = (scale * q @ k.T).masked_fill_(hidden, -math.inf).softmax(dim=1)
+    dp = grad @ v.T
+    return scale * (p * (dp - (p * dp).sum(dim=1, keepdim=True))) @ k
 
 
 def read(folder):
@@ -377,6 +442,7 @@ def learning_rate(args, step):
 
 
 def train(args):
+    began = time.time()
     torch.manual_seed(args.seed)
     resume_at, with_state = args.resume or (None, False)
     size, (text, held_out) = dimensions(args), read(args.text)
@@ -400,10 +466,15 @@ def train(args):
     parameters = sum(p.numel() for p in model.parameters())
     ranks.shard(model, args.load)
     bound = "worst-case" if args.monitor else None
-    how = ranks.maxima(), bound, args.rope_in_cast, args.estimator, args.logits
+    how = ranks.maxima(), bound, args.rope_in_cast, args.estimator, args.logits, args.center, args.gradients
     runtime = attach(model, args.policy, *how)
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
+    if args.seconds and (ranks.size > 1 or not args.save):
+        sys.exit("--seconds is for one process, with --save DIR for what it has by then")
+    if args.probe and (ranks.size > 1 or args.rope_in_cast):
+        sys.exit("--probe is for one process and rotated queries: leave --rope-in-cast out")
+    probe = Probe(model) if args.probe else None
     decay = [p for p in model.parameters() if p.dim() == 2]
     other = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
@@ -415,7 +486,7 @@ def train(args):
     watched = Watched(args, ranks)
     if runtime:
         watched.begin(runtime, optimizer, first)
-    out = open(args.log, "w", encoding="utf-8") if args.log and ranks.first else sys.stdout
+    out = open(args.log, "a" if first else "w", encoding="utf-8") if args.log and ranks.first else sys.stdout
     write = lambda row: print(json.dumps(row), file=out, flush=True) if ranks.first else None
     write(
         vars(args)
@@ -428,8 +499,9 @@ def train(args):
     profile = Profile(args.profile if ranks.first else None, first + 2 * WARM)
     for step, window in zip(range(first, last), windows):
         profile.step(step)
-        if step == resume_at and runtime:
-            state = runtime.state_dict() if with_state else None
+        renewed = args.center_every and step > first and step % args.center_every == 0
+        if (step == resume_at or renewed) and runtime:
+            state = runtime.state_dict() if with_state and step == resume_at else None
             runtime = attach(model, args.policy, *how)
             if state:
                 runtime.load_state_dict(state)
@@ -440,6 +512,7 @@ def train(args):
         rate = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        probed = probe.take(window, ranks) if probe and step % args.probe == 0 else {}
         loss = loss_of(run, window, ranks)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -452,12 +525,17 @@ def train(args):
             watch.add(runtime)
             watched.step(loss, norm, rate)
             runtime.refresh()
-        if step % args.every == 0 or step + 1 == last:
-            write({"step": step, "loss": ranks.mean(loss).item(), "lr": rate} | (watch.take() if watch else {}))
+        if step % args.every == 0 or step + 1 == last or probed:
+            write({"step": step, "loss": ranks.mean(loss).item(), "lr": rate} | (watch.take() if watch else {}) | probed)
+        if args.seconds and time.time() - began > args.seconds:
+            last = step + 1
+            break
     synchronize()
     watched.close()
     if args.save:
         ranks.save(args.save, last, model, optimizer, runtime)
+    if args.seconds and last < args.steps:
+        return ranks.end()
     tokens = args.batch * args.seq_len * (last - first - (WARM if last - first > WARM else 0))
     speed = {"tokens_per_second": round(tokens / (time.time() - warm))}
     if cuda:
@@ -532,6 +610,10 @@ def main():
         "--estimator", default="gram", choices=["gram", "power", "power-summed"], help="where norms of logit bounds come from"
     )
     parser.add_argument("--logits", choices=["e4m3"], help="cast the logits too, as the spectral-bounds paper does")
+    parser.add_argument("--center", default="none", choices=["none", "weights", "mean"], help="what is subtracted from keys and values")
+    parser.add_argument("--center-every", type=positive, metavar="STEPS", help="take new means so often, for --center mean")
+    parser.add_argument("--probe", type=positive, metavar="STEPS", help="log error and bias factor of dQ so often")
+    parser.add_argument("--gradients", choices=["rounded-delta", "fp8-dq"], help="how FP8 attention computes dQ")
     parser.add_argument("--rope-in-cast", action="store_true", help="FP8 attention turns q and k (llama), in its cast")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--style", default="llama", choices=["llama", "gpt2"])
@@ -558,6 +640,9 @@ def main():
     parser.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
     parser.add_argument("--load", metavar="DIR", help="go on from a checkpoint, of any number of ranks")
     parser.add_argument("--stop", type=positive, metavar="STEP", help="end here, with the schedule of --steps")
+    parser.add_argument(
+        "--seconds", type=positive, help="save and end in the first step after so long, without the held-out loss; go on with --load"
+    )
     parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--monitor", metavar="FILE", help="record the run for `sigmascale diagnose`: the first rank's layers and heads")

@@ -55,8 +55,11 @@ class Loaded:
             for role in ("v", "k", "q", "k_pe"):
                 if layer[role] is not None:
                     self._roles[layer[role]["name"]] = role, layer
-        self._held = {}
+        # By linear layer: what was held, and what a pass has read.
+        self._held, self._now, self._found = {}, {}, {}
         self.ranks = self._find_ranks()
+        # Made by the first pass: what scales are computed by, and the layers as it has them.
+        self._stream, self._needs = None, ()
 
     def _find_ranks(self):
         found = set()
@@ -73,6 +76,11 @@ class Loaded:
 
     def _linear(self, stem):
         """The linear layer that holds a projection."""
+        if stem not in self._found:
+            self._found[stem] = self._find_linear(stem)
+        return self._found[stem]
+
+    def _find_linear(self, stem):
         own = self._module(stem)
         if own is not None:
             return own
@@ -134,19 +142,35 @@ class Loaded:
         ``centers``: those to keep, as the JSON of the native module has them. With an empty list layers say what centers their
         weights give; with None they need not.
         """
+        self._now.clear()
         fp8, block = self._stored()
-        stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-        config = self._config | stored if fp8 else self._config
         kinds = ("weight", "bias")
         names = [f"{self._prefix}{stem}.{kind}" for stem in self._roles for kind in kinds if self._has(stem, kind)]
         # Centers are computed on the host.
-        stream = ScaleStream(config, names=names, ranks=self.ranks, host=centers is not None)
-        stream._native.keep_centers(json.dumps(centers or []))
-        layers = json.loads(stream._native.places())["layers"]
+        options = fp8, block, names, centers is not None
+        if self._stream is None or self._stream[1:] != options:
+            stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+            config = self._config | stored if fp8 else self._config
+            stream = ScaleStream(config, names=names, ranks=self.ranks, host=centers is not None)
+            stream._in_place = True
+            self._stream, self._needs = (stream, *options), json.loads(stream._native.places())["layers"]
+        stream = self._stream[0]
+        try:
+            return self._pass(stream, touched, centers or [])
+        except Exception:
+            # The next pass begins anew.
+            self._stream = None
+            raise
+        finally:
+            self._now.clear()
+
+    def _pass(self, stream, touched, centers):
+        stream._native.keep_centers(json.dumps(centers))
+        stream._layers.clear()
         due = lambda layer: touched is None or not touched.isdisjoint(_numbers(layer))
         here = {layer["number"] for layer in self.layers.values() if due(layer)}
         sent = set()
-        for layer in (layer for layer in layers if layer["number"] in here):
+        for layer in (layer for layer in self._needs if layer["number"] in here):
             try:
                 tensors = [pair for names in layer["needs"] if sent.isdisjoint(names) for pair in self._find(names, layer)]
             except _Repacked:
@@ -155,6 +179,8 @@ class Loaded:
             for name, tensor in tensors:
                 stream.push(self._prefix + name, tensor)
         found = stream.layers
+        # Layers whose weights are not here may wait for some that are: there is no end of the pass to ask for.
+        stream._restart()
         return {module: found[layer["number"]] for module, layer in self.layers.items() if layer["number"] in found}
 
     def release(self):
@@ -184,10 +210,13 @@ class Loaded:
 
     def _read(self, linear):
         """What was loaded into a linear layer; nothing where the engine has it in a form of its own."""
-        if linear in self._held:
-            return self._held[linear]
-        parts = _parts(linear)
-        return parts if _is_plain(linear) and _is_whole(linear, parts.get("weight")) else {}
+        if linear not in self._now:
+            parts = self._held.get(linear)
+            if parts is None:
+                parts = _parts(linear)
+                parts = parts if _is_plain(linear) and _is_whole(linear, parts.get("weight")) else {}
+            self._now[linear] = parts
+        return self._now[linear]
 
     def _has(self, stem, kind):
         try:
@@ -408,7 +437,7 @@ def _of(error):
 
 
 class Followed:
-    """A model of an engine whose scales follow its weights. ``fill`` sets those of one attention module; ``log`` has ``info`` and
+    """A model of an engine whose scales follow its weights. ``fill`` sets those of attention modules, by module; ``log`` has ``info`` and
     ``error``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
 
     ``center`` is how keys may be centered: ``"off"``; ``"auto"`` or ``"weights"``, as :func:`center_mode` has them; or why they
@@ -483,9 +512,9 @@ class Followed:
     def restore(self, *modules):
         """Sets the known scales again."""
         try:
-            for module in modules:
-                if module in self.values:
-                    self._fill(module, self.values[module])
+            known = {module: self.values[module] for module in modules if module in self.values}
+            if known:
+                self._fill(known)
         except Exception as error:
             self.leave(_of(error))
 

@@ -156,6 +156,8 @@ class ScaleStream:
         self._native = _native.ScaleStream(self._config, self._file, [str(name) for name in names], ranks)
         self._host = flag("host", host) or ranks > 1
         self._device, self._started = None, False
+        # Whether weights stay until their scales are read, as those of a serving engine do.
+        self._in_place = False
         self._layers: dict[int, dict[str, Any]] = {}
 
     @property
@@ -196,7 +198,7 @@ class ScaleStream:
         elif self._device is None or self._device.device != tensor.device:
             from .torch._stream import DeviceStream
 
-            self._device = DeviceStream(self._native, self._config, self._file, tensor.device)
+            self._device = DeviceStream(self._native, self._config, self._file, tensor.device, self._in_place)
         if self._device is not None:
             self._device.begin()
 

@@ -15,7 +15,6 @@ is one a tensor.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -172,19 +171,31 @@ def _modules(model, layers, attribute):
     return found
 
 
-def write(tensor: Any, value: Any) -> None:
-    """Sets a tensor in place, to a number or to numbers for its elements. One that was made in inference mode can be written there
-    alone."""
-    with contextlib.ExitStack() as mode:
-        if hasattr(tensor, "is_inference"):
-            import torch
-
-            # Scales that a checkpoint has are parameters in some engines, and require gradients.
-            mode.enter_context(torch.inference_mode() if tensor.is_inference() else torch.no_grad())
-        if isinstance(value, list):
-            tensor.copy_(tensor.new_tensor(value, dtype=tensor.dtype).reshape(tensor.shape))
-        else:
+def write(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Sets tensors in place, each to a number or to a list of numbers for its elements: numbers without a copy to the device, and
+    with two launches for all of its tensors."""
+    groups: dict[tuple[Any, bool], list[tuple[Any, Any]]] = {}
+    for tensor, value in pairs:
+        if not hasattr(tensor, "untyped_storage"):
             tensor.fill_(value)
+        elif not tensor.is_meta:
+            # One that was made in inference mode can be written there alone.
+            groups.setdefault((tensor.device, tensor.is_inference()), []).append((tensor, value))
+    if not groups:
+        return
+    import torch
+
+    for (_, inference), group in groups.items():
+        numbers = [pair for pair in group if not isinstance(pair[1], list)]
+        # Scales that a checkpoint has are parameters in some engines, and require gradients.
+        with torch.inference_mode() if inference else torch.no_grad():
+            if numbers:
+                tensors, values = zip(*numbers)
+                torch._foreach_zero_(tensors)
+                torch._foreach_add_(tensors, values)
+            for tensor, value in group:
+                if isinstance(value, list):
+                    tensor.copy_(tensor.new_tensor(value, dtype=tensor.dtype).reshape(tensor.shape))
 
 
 def fill_vllm(model: Any, layers: Layers) -> None:
@@ -193,23 +204,27 @@ def fill_vllm(model: Any, layers: Layers) -> None:
     ``layers`` is what :meth:`ScaleStream.finish` gives. Addresses stay, so that captured graphs read the new values.
     Where graphs hold the host's floats (FlashInfer), capture them again.
     """
+    pairs = []
     for module, scale in _modules(model, layers, "_k_scale"):
         for operand, value in scale.items():
-            write(getattr(module, f"_{operand}_scale"), value)
+            pairs.append((getattr(module, f"_{operand}_scale"), value))
             setattr(module, f"_{operand}_scale_float", value)
             copy = getattr(module, f"_{operand}_scale_cpu", None)
             if copy is not None:
-                write(copy, value)
+                pairs.append((copy, value))
+    write(pairs)
 
 
 def fill_sglang(model: Any, layers: Layers) -> None:
     """Sets the scales of k and v of a loaded SGLang model in place, and the float copies that it keeps: an update of
     the weights does not change those. q is cast at 1.0 there.
     """
+    pairs = []
     for module, scale in _modules(model, layers, "k_scale_float"):
-        for operand in ("k", "v"):
-            write(getattr(module, f"{operand}_scale").data, scale[operand])
+        for operand in "kv":
+            pairs.append((getattr(module, f"{operand}_scale").data, scale[operand]))
             setattr(module, f"{operand}_scale_float", scale[operand])
+    write(pairs)
 
 
 def must_flush(in_use: Layers, new: Layers) -> bool:

@@ -77,10 +77,11 @@ def _follow(model, model_config):
     # All but FlashAttention-3 read the host's floats, and a captured graph keeps a copy of them.
     kept = not arguments.disable_cuda_graph and arguments.attention_backend != "fa3"
 
-    def fill(module, layer):
-        _fill(module, layer)
-        if "center" in layer:
-            _center(module, layer["center"])
+    def fill(layers):
+        _fill(layers)
+        for module, layer in layers.items():
+            if "center" in layer:
+                _center(module, layer["center"])
 
     may = _may_center(arguments, attention)
     followed = Followed(model, model_config.hf_config, attention, fill, _LOG, kept, may, model_config.context_len, _gather)
@@ -134,7 +135,7 @@ def _center(module, rows):
     global _forward
     rows = rows or [[0.0] * module.qk_head_dim] * module.tp_k_head_num
     if module._sigmascale_center is not None:
-        write(module._sigmascale_center, [value for row in rows for value in row])
+        write([(module._sigmascale_center, [value for row in rows for value in row])])
         return
     if _forward is None:
         _forward, RadixAttention.forward = RadixAttention.forward, _centered
@@ -155,26 +156,29 @@ def _centered(self, q, k, v, forward_batch, save_kv_cache=True, *args, **kwargs)
     return _forward(self, q, k, v, forward_batch, save_kv_cache, *args, **kwargs)
 
 
-def _fill(module, layer):
-    """Sets the scales of k and v of one attention module, and the floats next to them."""
+def _fill(layers):
+    """Sets the scales of k and v of attention modules, and the floats next to them."""
     import torch
 
-    for operand in "kv":
-        value = up_to_bf16(max(layer[operand]))
-        scale = getattr(module, f"{operand}_scale")
-        if isinstance(scale, torch.Tensor):
-            write(scale.data, value)
-        else:
-            # Written again after a reload, in whatever mode that is.
-            with torch.inference_mode(False):
-                setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
-        setattr(module, f"{operand}_scale_float", value)
-    if max(layer["q"]) > 1.0:
-        _LOG.warning(
-            "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
-            layer["layer"],
-            max(layer["q"]),
-        )
+    pairs = []
+    for module, layer in layers.items():
+        for operand in "kv":
+            value = up_to_bf16(max(layer[operand]))
+            scale = getattr(module, f"{operand}_scale")
+            if isinstance(scale, torch.Tensor):
+                pairs.append((scale.data, value))
+            else:
+                # Written again after a reload, in whatever mode that is.
+                with torch.inference_mode(False):
+                    setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
+            setattr(module, f"{operand}_scale_float", value)
+        if max(layer["q"]) > 1.0:
+            _LOG.warning(
+                "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
+                layer["layer"],
+                max(layer["q"]),
+            )
+    write(pairs)
 
 
 def _device(module):

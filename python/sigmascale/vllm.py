@@ -154,11 +154,12 @@ def _follow(model):
     kept = copies and not config.model_config.enforce_eager
     log = init_logger("vllm.plugins.sigmascale")
 
-    def fill(module, layer):
-        _fill(module, layer)
-        if "center" in layer:
-            _HASHES.add(followed.center_hash)
-            _center(module, layer["center"], config)
+    def fill(layers):
+        _fill(layers)
+        for module, layer in layers.items():
+            if "center" in layer:
+                _HASHES.add(followed.center_hash)
+                _center(module, layer["center"], config)
 
     may, context = _may_center(config, attention), config.model_config.max_model_len
     followed = Followed(model, config.model_config.hf_config, attention, fill, log, kept, may, context, _gather)
@@ -234,7 +235,7 @@ def _center(module, rows, config):
     global _forward
     rows = rows or [[0.0] * module.head_size] * module.num_kv_heads
     if module._sigmascale_center is not None:
-        write(module._sigmascale_center, [value for row in rows for value in row])
+        write([(module._sigmascale_center, [value for row in rows for value in row])])
         return
     if _forward is None:
         _forward, Attention.forward = Attention.forward, _centered
@@ -276,21 +277,23 @@ def _hook_waking():
         setattr(owner, name, woken)
 
 
-def _fill(module, layer):
-    """Sets the scales of one attention module in place; addresses stay, so that captured graphs read them."""
+def _fill(layers):
+    """Sets the scales of attention modules in place; addresses stay, so that captured graphs read them."""
     from vllm.platforms import current_platform
 
     # E4M3 without negative zero ends at 240: vLLM doubles what it reads, too.
-    factor = 2.0 if current_platform.is_fp8_fnuz() else 1.0
-    for operand in "qkv":
-        buffer, row = getattr(module, f"_{operand}_scale"), [up_to_bf16(value) * factor for value in layer[operand]]
-        value = max(row)
-        write(buffer, value if buffer.numel() == 1 else row)
-        setattr(module, f"_{operand}_scale_float", value)
-        host = getattr(module, f"_{operand}_scale_cpu", None)
-        if host is not None:
-            write(host, value)
-    for product in ("bmm1_scale", "bmm2_scale"):
-        if getattr(module.impl, product, None) is not None:
-            # Multiplied again at the next call.
-            setattr(module.impl, product, None)
+    factor, pairs = 2.0 if current_platform.is_fp8_fnuz() else 1.0, []
+    for module, layer in layers.items():
+        for operand in "qkv":
+            buffer, row = getattr(module, f"_{operand}_scale"), [up_to_bf16(value) * factor for value in layer[operand]]
+            value = max(row)
+            pairs.append((buffer, value if buffer.numel() == 1 else row))
+            setattr(module, f"_{operand}_scale_float", value)
+            host = getattr(module, f"_{operand}_scale_cpu", None)
+            if host is not None:
+                pairs.append((host, value))
+        for product in ("bmm1_scale", "bmm2_scale"):
+            if getattr(module.impl, product, None) is not None:
+                # Multiplied again at the next call.
+                setattr(module.impl, product, None)
+    write(pairs)

@@ -35,6 +35,27 @@ def scales_of_a_device(monkeypatch):
     assert all(1 <= row[o] / least[o] <= 1.008 for row, least in zip(filled.values(), want) for o in "qkv")
 
 
+def scales_of_weights_in_place(monkeypatch):
+    """Weights of an engine are read where they are, also after it has them elsewhere."""
+    monkeypatch.setattr(_serving, "_DEVICES", ("cpu",))
+    engine = test_plugins.Engine()
+    followed, filled, log = test_plugins.follow(engine)
+    engine.load_weights(test_plugins.weights())
+    followed.refresh()
+    device = followed._loaded._stream[0]._device
+    for factor in (2.0, 0.5):
+        for layer in engine.model.layers:
+            layer.self_attn.qkv_proj.make()
+        engine.load_weights(test_plugins.weights(factor))
+        followed.refresh()
+        want = test_plugins.expected(factor)
+        assert len(filled) == 6, log.lines
+        assert all(1 <= row[o] / least[o] <= 1.008 for row, least in zip(filled.values(), want) for o in "qkv")
+    # What the first pass made is there, and holds no weights.
+    assert followed._loaded._stream[0]._device is device and len(device._engines) == 1
+    assert not any(slot.placed for slots in device._free.values() for slot in slots)
+
+
 class Stream:
     """A stream of a device, and the streams that it waits for."""
 
@@ -93,7 +114,7 @@ def scales_in_vllm(monkeypatch):
     current = types.SimpleNamespace(is_fp8_fnuz=lambda: False)
     monkeypatch.setitem(sys.modules, "vllm.platforms", types.SimpleNamespace(current_platform=current))
     module = vllm_attention()
-    vllm._fill(module, LAYER)
+    vllm._fill({module: LAYER})
     for operand in "qkv":
         want = _loaded.up_to_bf16(max(LAYER[operand]))
         held = getattr(module, f"_{operand}_scale").item(), getattr(module, f"_{operand}_scale_float"), getattr(module, f"_{operand}_scale_cpu").item()
@@ -124,16 +145,18 @@ def only_once(self, touched=None, _refresh=_loaded.Followed.refresh):
         _refresh(self, touched)
 
 
-def tensors_only(module, layer, _fill=vllm._fill):
-    floats = {name: value for name, value in vars(module).items() if name.endswith("_scale_float")}
-    _fill(module, layer)
-    vars(module).update(floats)
+def tensors_only(layers, _fill=vllm._fill):
+    floats = {module: {name: value for name, value in vars(module).items() if name.endswith("_scale_float")} for module in layers}
+    _fill(layers)
+    for module, values in floats.items():
+        vars(module).update(values)
 
 
 FAULTS = {
     "results in the default type": (scales_of_a_device, _stream, "torch", Torch(zeros=ignored(torch.zeros, "dtype"))),
     "results on the default device": (scales_of_a_device, _stream, "torch", Torch(zeros=ignored(torch.zeros, "device"))),
     "copies on the default device": (scales_of_a_device, _stream, "torch", Torch(empty=ignored(torch.empty, "device"))),
+    "weights where they were before": (scales_of_weights_in_place, _stream._Slot, "addresses", lambda self: sorted(self.here)),
     "no order of streams": (order_of_streams, _stream.DeviceStream, "_order", lambda self: None),
     "a layer left out": (scales_of_calibrate, _loaded.Followed, "restore", all_but_one),
     "new weights that are not followed": (scales_of_calibrate, _loaded.Followed, "refresh", only_once),

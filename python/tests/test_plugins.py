@@ -107,7 +107,7 @@ class Log:
 def follow(engine, *, kept=False, config=None, **options):
     """An engine with its scales, as ``fill`` sets them, and its log."""
     filled, log = {}, Log()
-    fill = lambda module, layer: filled.__setitem__(module, {o: up_to_bf16(max(layer[o])) for o in "qkv"})
+    fill = lambda layers: filled.update({module: {o: up_to_bf16(max(layer[o])) for o in "qkv"} for module, layer in layers.items()})
     followed = Followed(engine, config_of(config or engine.config), engine.attention(), fill, log, kept, **options)
     return followed, filled, log
 
@@ -368,7 +368,7 @@ def biased(rank=0, ranks=1, **options):
     followed, filled, log = follow(engine, config=engine.config | {"attention_bias": True}, **options)
     centers = {}
     fill = followed._fill
-    followed._fill = lambda module, layer: (fill(module, layer), centers.__setitem__(module, layer.get("center")))
+    followed._fill = lambda layers: (fill(layers), centers.update({module: layer.get("center") for module, layer in layers.items()}))
     return engine, followed, filled, centers, log
 
 

@@ -151,7 +151,7 @@ def test_vllm_has_its_scales_in_place(within, made, per_head, platform):
         module = vllm_attention(per_head)
     address = module._k_scale.data_ptr()
     with within():
-        vllm._fill(module, LAYER)
+        vllm._fill({module: LAYER})
     up = [sigmascale._loaded.up_to_bf16(x) for x in LAYER["k"]]
     assert module._k_scale.tolist() == (up if per_head else [max(up)]) and module._k_scale.data_ptr() == address
     assert module._k_scale_cpu.item() == module._k_scale_float == max(up) and module._k_scale.dtype == torch.float32
@@ -166,7 +166,7 @@ def test_scales_that_are_parameters_are_written(within, platform):
         delattr(module, name)
         setattr(module, name, torch.nn.Parameter(torch.ones(1, dtype=torch.float32, device="cpu")))
     with within():
-        vllm._fill(module, LAYER)
+        vllm._fill({module: LAYER})
     assert module._k_scale.item() == module._k_scale_float == sigmascale._loaded.up_to_bf16(max(LAYER["k"]))
 
 
@@ -216,15 +216,16 @@ def test_scales_of_a_sync_are_filled_in(within, made):
 @in_every_mode
 def test_sglang_has_its_scales(within, monkeypatch):
     model = torch.nn.Linear(2, 2)
-    module = types.SimpleNamespace(k_scale=None, v_scale=None)
+    module = torch.nn.Module()
+    module.k_scale = module.v_scale = None
     monkeypatch.setitem(sglang._MODELS, model, types.SimpleNamespace(modules=[module]))
     with within():
-        sglang._fill(module, LAYER)
+        sglang._fill({module: LAYER})
     assert module.k_scale.device.type == "cpu" and module.k_scale.dtype == torch.float32
     assert module.k_scale.item() == module.k_scale_float == sigmascale._loaded.up_to_bf16(0.2)
     # Those that are there stay, whatever mode they come from.
     place = module.k_scale
-    sglang._fill(module, LAYER | {"k": [0.25]})
+    sglang._fill({module: LAYER | {"k": [0.25]}})
     assert module.k_scale is place and place.item() == 0.25
 
 

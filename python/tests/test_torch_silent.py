@@ -254,6 +254,35 @@ def test_the_trainer(tmp_path):
     assert torch.equal(runtime.descales, exact(made)) and runtime._steps == 3
 
 
+def test_lightning(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from torch.utils.data import DataLoader
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.made, self.at_start = model(), []
+
+        def configure_optimizers(self):
+            optimizer = ADAMW(self.made.parameters(), lr=0.1)
+            self.runtime = fp8.attach(self.made, optimizer=optimizer, strict=True)
+            return optimizer
+
+        def training_step(self, tokens, _):
+            self.at_start.append(torch.equal(self.runtime.descales, exact(self.made)))
+            return self.made(tokens, labels=tokens).loss
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(torch.cat([batch(step) for step in range(6)]), batch_size=2))
+    assert module.at_start == [True] * 6 and module.runtime._steps == 3
+    assert torch.equal(module.runtime.descales, exact(module.made))
+    module.runtime.check()
+
+
 def test_a_guard_ends_the_steps_that_it_skips():
     runs = []
     for follows in (True, False):

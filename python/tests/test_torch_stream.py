@@ -88,7 +88,8 @@ def test_a_device_has_the_scales_of_calibrate(family, tmp_path, on_device):
     list(on_host.through(weights))
     assert on_host._device is None
     for number, layer in on_host.layers.items():
-        assert {**stream.layers[number], "q": 0, "k": 0, "v": 0}.keys() == layer.keys()
+        # Centers are computed on the host alone.
+        assert stream.layers[number].keys() == layer.keys() - {"centered"}
         assert stream.layers[number]["names"] == layer["names"]
 
 
@@ -108,6 +109,17 @@ def test_layers_in_order_share_one_copy_and_one_engine(tmp_path, on_device):
     assert slot.engine is not None
     # Projections of one layer, and its gain in float32.
     assert most <= (64 + 32 + 32) * 64 * 2 + 64 * 4
+
+
+def test_a_later_pass_in_another_type_has_an_engine_of_its_own(tmp_path, on_device):
+    weights = sorted(written("llama", tmp_path))
+    stream = sigmascale.ScaleStream(tmp_path)
+    list(stream.through(weights))
+    (first,) = stream._device._engines.values()
+    list(stream.through((name, tensor.float()) for name, tensor in weights))
+    (second,) = stream._device._engines.values()
+    assert second is not first
+    check(stream, tmp_path)
 
 
 @pytest.fixture

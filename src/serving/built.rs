@@ -8,6 +8,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("llama", &["mistral"]),
     ("mistral", &["llama"]),
     ("deepseekv3", &["kimi_k2"]),
+    ("vllama3", &["llama"]),
     ("decilm", &["deci", "nemotron-nas"]),
     ("rw", &["falcon"]),
     ("hunyuandensev1", &["hunyuan_v1_dense"]),

@@ -21,7 +21,7 @@ pub use head_grams::HeadGrams;
 pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaOperands, MlaSpectrum};
 pub use power::{
     PowerEngine, PowerState, PowerVectors, attention_factor, certified_inflation, from_estimates, iterate_heads,
-    iterate_sum, summed_norm,
+    iterate_sum,
 };
 pub use spectrum::{
     Constants, Estimator, ExactSpectrum, HeadSpectrum, Iterations, LayerSpectrum, PowerEstimate, SpectralEngine,

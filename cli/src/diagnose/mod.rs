@@ -142,15 +142,11 @@ fn is_record(path: &Path) -> bool {
 
 fn table(diagnosis: &Diagnosis, most: usize) -> String {
     let mut out = wrapped(&sentences::headline(diagnosis), "");
-    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
-    out.push_str(&toned(tone, &wrapped(&sentences::verdict(diagnosis), "")));
     if !diagnosis.alarms.is_empty() {
         out.push('\n');
         let mut table = Table::new(sentences::ALARM_HEADS);
         diagnosis.alarms.iter().for_each(|alarm| table.row(sentences::alarm(alarm)));
         out.push_str(&table.left_last().render());
-        out.push_str("\nwhat to do:\n");
-        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ")));
     }
     if !diagnosis.heads.is_empty() {
         out.push('\n');
@@ -162,6 +158,12 @@ fn table(diagnosis: &Diagnosis, most: usize) -> String {
             out.push_str(&format!("{} more heads (--all prints them)\n", heads.len() - most));
         }
         out.push_str(&wrapped(&sentences::legend(diagnosis), ""));
+    }
+    let tone = if diagnosis.verdict == RunVerdict::Calm { Tone::Good } else { Tone::Bad };
+    out.push_str(&format!("\n{}", toned(tone, &wrapped(&sentences::verdict(diagnosis), ""))));
+    if !diagnosis.alarms.is_empty() {
+        out.push_str("What to do:\n");
+        sentences::advice(diagnosis).iter().for_each(|advice| out.push_str(&wrapped(advice, "  - ")));
     }
     out
 }

@@ -3,12 +3,13 @@
 pub mod page;
 
 use super::centers;
-use super::html::Made;
+use super::html::{Made, quoted};
 use super::mla;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, largest, range, short, wrapped};
+use super::terminal::toned;
 use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
 use sigmascale::{Error, Result};
 use std::path::PathBuf;
@@ -51,10 +52,10 @@ pub fn run(args: Args, made: &Made) -> Result<()> {
     if let Some(file) = &args.html {
         write_file(file, page::render(&inspection, made).as_bytes())?;
     }
-    args.output.write(&inspection, |inspection| table(inspection, args.output.most_rows()))
+    args.output.write(&inspection, |inspection| table(inspection, args.output.most_rows(), &args.checkpoint))
 }
 
-fn table(inspection: &Inspection, most: usize) -> String {
+fn table(inspection: &Inspection, most: usize, folder: &str) -> String {
     let mut out = wrapped(&headline(&inspection.model), "");
     out.push_str(&wrapped(&page::summary(inspection), ""));
     out.push('\n');
@@ -99,5 +100,15 @@ fn table(inspection: &Inspection, most: usize) -> String {
     }
     let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.center.as_ref()?)));
     out.push_str(&centers::table(Options::default().centers.k, rows));
-    out + "\n" + &wrapped(page::BOUNDS, "")
+    out.push('\n');
+    out.push_str(&wrapped(page::BOUNDS, ""));
+    let ranked = page::ranked(inspection);
+    if !ranked.is_empty() {
+        out.push_str("\nheads with the largest worst-case bounds:\n");
+        out.push_str(&ranked.into_iter().fold(Table::new(page::RANKED), Table::with).render());
+    }
+    if let Some((tone, verdict)) = page::verdict(inspection) {
+        out.push_str(&format!("\n{}", toned(tone, &wrapped(&verdict, ""))));
+    }
+    out + &format!("Next: sigmascale stress checkpoint-load --model {} --tokens FILE\n", quoted(folder))
 }

@@ -2,8 +2,9 @@
 
 use crate::html::{Figure, Made, Page, Tone, table};
 use crate::model::headline;
-use crate::svg::{Anchor, Axis, Cell, Map, Svg, extremes};
-use crate::table::short;
+use crate::svg::{Anchor, Axis, Cell, Map, Svg, extremes, label};
+use crate::table::{brief, short};
+use crate::terminal::toned;
 use sigmascale::calibrate::{HeadInspection as Head, Inspection, LayerInspection as Layer};
 use std::fmt::Write;
 
@@ -65,6 +66,75 @@ pub fn summary(inspection: &Inspection) -> String {
     out
 }
 
+/// The |logit| above which `diagnose` raises an alarm where q and k are in BF16 or FP8.
+fn limit() -> f64 {
+    sigmascale_lab::diagnose::Options::default().logit_limit
+}
+
+/// Every head that has a worst-case bound, with its layer; the largest first.
+fn by_bound(inspection: &Inspection) -> Vec<(&Layer, &Head, f64)> {
+    let heads = inspection.layers.iter().flat_map(|layer| layer.heads.iter().map(move |head| (layer, head)));
+    let mut heads: Vec<_> = heads.filter_map(|(layer, head)| Some((layer, head, head.bound_rounded?))).collect();
+    heads.sort_by(|a, b| b.2.total_cmp(&a.2));
+    heads
+}
+
+/// How many heads can have logits that are too large for 8 and 16 bits, in a sentence.
+pub fn verdict(inspection: &Inspection) -> Option<(Tone, String)> {
+    let heads = by_bound(inspection);
+    let (layer, head, bound) = heads.first()?;
+    let (limit, place) = (limit(), format!("(layer {}, head {})", layer.number, head.head));
+    let above = heads.iter().filter(|head| head.2 > limit).count();
+    let (limit, bound, all) = (short(limit), short(*bound), heads.len());
+    Some(match above {
+        0 => (Tone::Good, format!("No normalized input gives a |logit| above {bound} {place}.")),
+        _ => (
+            Tone::Plain,
+            format!(
+                "{above} of {all} heads are not bounded below a |logit| of {limit}, at which `diagnose` raises an alarm for \
+                 BF16 and FP8. The largest bound is {bound} {place}. Whether a text reaches the bounds is not known."
+            ),
+        ),
+    })
+}
+
+/// Headers of [`ranked`].
+pub const RANKED: [&str; 8] =
+    ["layer", "head", "worst case", "x median", "sigma", "x median", "stable rank", "RoPE ratio"];
+/// Heads that are ranked.
+const HEADS: usize = 10;
+
+/// The heads with the largest bounds, and what makes them large: sigma relative to the model's median, and the rotation.
+pub fn ranked(inspection: &Inspection) -> Vec<[String; 8]> {
+    let heads = by_bound(inspection);
+    let middle = |value: fn(&Head) -> Option<f64>| {
+        let mut values: Vec<f64> = heads.iter().filter_map(|head| value(head.1)).collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied()
+    };
+    let (bounds, sigmas) = (middle(|head| head.bound_rounded), middle(|head| head.sigma));
+    let times = |value: Option<f64>, median: Option<f64>| {
+        value
+            .zip(median)
+            .filter(|(_, median)| *median > 0.0)
+            .map_or("-".to_owned(), |(value, median)| brief(value / median))
+    };
+    let row = |(layer, head, bound): &(&Layer, &Head, f64)| {
+        let worst = if *bound > limit() { toned(Tone::Plain, &short(*bound)) } else { short(*bound) };
+        [
+            layer.number.to_string(),
+            head.head.to_string(),
+            worst,
+            times(Some(*bound), bounds),
+            short(head.sigma),
+            times(head.sigma, sigmas),
+            short(head.stable_rank),
+            short(head.rope_ratio),
+        ]
+    };
+    heads.iter().take(HEADS).map(row).collect()
+}
+
 /// The page.
 pub fn render(inspection: &Inspection, made: &Made) -> String {
     let name = inspection.model.name.as_str();
@@ -72,13 +142,20 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
     let line = line.trim().strip_prefix(name).unwrap_or(&line).trim_start_matches([':', ' ']);
     let mut page = Page::new(&format!("Spectral profile of {name}"), line, &summary(inspection));
     let layers = &inspection.layers;
-    if let Some((bound, layer)) =
-        layers.iter().filter_map(|layer| Some((layer.bound_rounded?, layer.number))).max_by(|a, b| a.0.total_cmp(&b.0))
-    {
-        let text =
-            format!("No normalized input gives a |logit| above {}, rounding included (layer {layer}).", short(bound));
-        page.verdict(Tone::Plain, &text);
+    if let Some((tone, text)) = verdict(inspection) {
+        page.verdict(tone, &text);
     }
+    let ranking = Figure::new(
+        "Heads by worst-case bound",
+        format!("The largest |logit| of any normalized input, rounding included; above {} in color.", short(limit())),
+        table("", &RANKED, ranked(inspection).into_iter()),
+    );
+    let bounds = Figure::new(
+        "Worst-case bound by layer and head",
+        "Of |logit|. The scale is below the map.",
+        heat_map(layers, |head| head.bound_rounded),
+    );
+    page.figures(&[ranking, bounds]);
     let has_sigma = layers.iter().any(|layer| layer.sigma.is_some());
     if has_sigma {
         page.figures(&[
@@ -87,11 +164,7 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
                 "Filled: each head, with the norm's gain. Bar: their mean. Hollow: raw weights.",
                 strip(layers, |head| head.sigma, |head| head.sigma_raw),
             ),
-            Figure::new(
-                "Sigma by layer and head",
-                "With the norm's gain. A stronger color is a larger value.",
-                heat_map(layers, |head| head.sigma),
-            ),
+            Figure::new("Sigma by layer and head", "With the norm's gain.", heat_map(layers, |head| head.sigma)),
         ]);
         let mut more = vec![Figure::new(
             "Stable rank",
@@ -118,7 +191,7 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
             ),
             Figure::new(
                 "Bound in exact arithmetic by layer and head",
-                "A stronger color is a larger value.",
+                "In exact arithmetic.",
                 heat_map(layers, |head| head.bound_exact),
             ),
         ]);
@@ -219,23 +292,23 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
 fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
     let axis = Axis::new(layers.iter().flat_map(|l| &l.heads).filter_map(value), None);
     let columns = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);
-    let scale = if axis.log { ", log scale" } else { "" };
-    let note = format!("head; values {} to {}{scale}", short(axis.low), short(axis.high));
+    let shade = |value: f64| 0.08 + 0.92 * axis.place(value);
+    let ticks = axis.ticks().into_iter().map(|value| (label(value), shade(value))).collect();
     let map = Map {
         name: "A value for every layer and head",
-        note: (32.0, &note),
+        note: (32.0, "head"),
         rows: layers.iter().map(|layer| layer.number.to_string()).collect(),
         columns: (0..columns).map(|head| [String::new(), head.to_string()]).collect(),
         cell: (
             (520.0 / columns.max(1) as f64).clamp(10.0, 62.0),
             (480.0 / layers.len().max(1) as f64).clamp(10.0, 30.0),
         ),
+        scale: ticks,
     };
     map.draw(|row, column| {
         let layer = &layers[row];
         let head = layer.heads.get(column)?;
         let value = value(head)?;
-        let shade = 0.08 + 0.92 * axis.place(value);
-        Some(Cell { class: "cell", shade, label: short(value), about: details(layer, head) })
+        Some(Cell { class: "cell", shade: shade(value), label: short(value), about: details(layer, head) })
     })
 }

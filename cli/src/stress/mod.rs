@@ -17,7 +17,7 @@ pub use outcome::Results;
 #[cfg(feature = "train")]
 pub use outcome::Run;
 
-use super::html::Made;
+use super::html::{Made, quoted};
 use super::output::write_file;
 use super::progress;
 use args::{Choice, NEEDS_TRAIN};
@@ -26,6 +26,7 @@ use open::open;
 use outcome::LeftOut;
 #[cfg(not(feature = "train"))]
 use outcome::Run;
+use sigmascale::model::local_path;
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Progress, Scenario, StressOptions, Trace, replay, run_with_progress};
 use std::path::Path;
@@ -109,7 +110,15 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
     if let Some(file) = &args.html {
         write_file(file, page::render(&results, made).as_bytes())?;
     }
-    args.output.write(&results, table::render)
+    args.output.write(&results, |results| table::render(results, &next(&args)))
+}
+
+/// What a reader does next: export real weights, or run the same with them.
+fn next(args: &args::Args) -> String {
+    match args.model.as_deref().filter(|model| local_path(model).is_dir()) {
+        Some(model) => format!("sigmascale export {} --to NEW --for vllm", quoted(model)),
+        None => "sigmascale stress weight-spike --model FOLDER".to_owned(),
+    }
 }
 
 /// The bar counts the steps of all layers, the message both.

@@ -5,7 +5,7 @@ use super::outcome::Results;
 use super::sentences::{self, RANGE, rows};
 use super::table::{HEADS, cells};
 use crate::chart::{Frame, Line, WIDTH, legend, lines};
-use crate::html::{Figure, Made, Page};
+use crate::html::{Figure, Made, Page, table};
 use crate::svg::{Anchor, Axis, Cell, Map, Svg};
 use crate::table::brief;
 use sigmascale::policy::PolicyKind;
@@ -13,6 +13,9 @@ use sigmascale_lab::stress::{Mode, StressResult, TraceRow};
 
 /// Most dots that a row of a strip shows.
 const DOTS: usize = 200;
+/// Rows of the layers where most is lost.
+const RANKED: usize = 8;
+
 /// The page.
 pub fn render(results: &Results, made: &Made) -> String {
     let runs = results.runs();
@@ -47,6 +50,9 @@ pub fn render(results: &Results, made: &Made) -> String {
 /// `mark` is the step of the transition, where there is one.
 fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     page.section(&sentences::headline(run));
+    page.raw(&legend(&run.policies.iter().map(|policy| line(Some(policy.policy), vec![])).collect::<Vec<_>>()));
+    let over = if run.steps > 1 { "step" } else { "layer" };
+    page.figures(&deciding(run, over, mark));
     let verdict = |(policy, verdict)| format!("{policy}: {verdict}");
     page.lines(&sentences::verdicts(run).into_iter().map(verdict).collect::<Vec<String>>());
     let mut framing = sentences::framing(run);
@@ -54,8 +60,6 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     page.paragraph(&framing.concat());
     page.table("words", &HEADS, run.policies.iter().map(|policy| cells(run, policy)));
     page.list(&rest);
-    page.raw(&legend(&run.policies.iter().map(|policy| line(Some(policy.policy), vec![])).collect::<Vec<_>>()));
-    let over = if run.steps > 1 { "step" } else { "layer" };
     let same = !sentences::trains(run);
     let mut figures = vec![Figure::new(
         format!("Largest |logit| by {over}"),
@@ -80,22 +84,6 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
         }
     }
     figures.push(Figure::new(
-        format!("Largest |x / descale| / 448 by {over}"),
-        match mark {
-            None => "Above the dotted line values saturate.".to_owned(),
-            Some(step) => format!("Above the level dotted line values overflow; the upright one is step {step}."),
-        },
-        chart(run, &|row| Some(row.max_scaled / RANGE), false, Some(1.0), mark),
-    ));
-    figures.push(Figure::new(
-        "Overflow by layer and policy",
-        match run.steps {
-            1 => "Overshoot where a value overflowed, in units of the range. Empty: it fits.",
-            _ => "Largest overshoot of all steps where a value overflowed. Empty: it fits.",
-        },
-        heat_map(run),
-    ));
-    figures.push(Figure::new(
         "Share of the range used",
         "Largest |x / descale| / 448. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of the \
          dotted line is overflow.",
@@ -110,6 +98,35 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     }
     page.figures(&figures);
     page.end_section();
+}
+
+/// What answers the question: who overflowed, when, in which layers, and what was lost there.
+fn deciding(run: &StressResult, over: &str, mark: Option<usize>) -> Vec<Figure> {
+    let mut figures = vec![
+        Figure::new(
+            format!("Largest |x / descale| / 448 by {over}"),
+            match mark {
+                None => "Above the dotted line values saturate.".to_owned(),
+                Some(step) => format!("Above the level dotted line values overflow; the upright one is step {step}."),
+            },
+            chart(run, &|row| Some(row.max_scaled / RANGE), false, Some(1.0), mark),
+        ),
+        Figure::new(
+            "Overflow by layer and policy",
+            match run.steps {
+                1 => "Overshoot where a value overflowed, in units of the range. Empty: it fits.",
+                _ => "Largest overshoot of all steps where a value overflowed. Empty: it fits.",
+            },
+            heat_map(run),
+        ),
+    ];
+    let ranked = sentences::ranked(run);
+    if run.model_layers > 1 && !ranked.is_empty() {
+        let caption = "Layers and policies with the lowest SQNR of the output in any step.";
+        let rows = ranked.into_iter().take(RANKED);
+        figures.push(Figure::new("Where most is lost", caption, table("", &sentences::RANKED, rows)));
+    }
+    figures
 }
 
 /// A value over steps (the largest of the layers), or over layers where there is one step.
@@ -170,6 +187,7 @@ fn heat_map(run: &StressResult) -> String {
         rows: (0..run.model_layers).map(|layer| layer.to_string()).collect(),
         columns: run.policies.iter().map(|policy| two_lines(policy.policy.name())).collect(),
         cell: (53.0, (480.0 / run.model_layers.max(1) as f64).clamp(9.0, 26.0)),
+        scale: vec![],
     };
     map.draw(|layer, column| {
         let name = run.policies[column].policy.name();

@@ -4,6 +4,7 @@
 
 use crate::html::Tone;
 use crate::table::brief;
+use crate::terminal::toned;
 use sigmascale::policy::PolicyKind;
 use sigmascale_lab::stress::{
     Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow, median,
@@ -171,18 +172,40 @@ pub fn framing(run: &StressResult) -> Vec<String> {
 const NAMED: usize = 3;
 
 /// The layers that a policy serves worst: by what overflowed, then by what the casts cost.
+/// Of each layer the largest overflow, in units of the range and 0 for none, and the lowest SQNR of all steps.
+fn of_layers(run: &StressResult, policy: PolicyKind) -> Vec<(usize, (f64, f64))> {
+    let mut worst: BTreeMap<usize, (f64, f64)> = BTreeMap::new();
+    for row in rows(run, policy) {
+        let (load, sqnr) = worst.entry(row.layer).or_insert((0.0, f64::INFINITY));
+        *load = load.max(if row.overflow > 0 { row.max_scaled / RANGE } else { 0.0 });
+        *sqnr = sqnr.min(row.sqnr_db.unwrap_or(f64::INFINITY));
+    }
+    worst.into_iter().collect()
+}
+
+/// Headers of [`ranked`].
+pub const RANKED: [&str; 4] = ["layer", "policy", "lowest SQNR, dB", "overshoot"];
+
+/// Layers and policies by what is lost, the most first: the lowest SQNR, or the largest overflow where no output was computed.
+pub fn ranked(run: &StressResult) -> Vec<[String; 4]> {
+    let all = run.policies.iter().map(|summary| summary.policy);
+    let mut all: Vec<_> =
+        all.flat_map(|policy| of_layers(run, policy).into_iter().map(move |one| (policy, one))).collect();
+    all.sort_by(|(_, (_, a)), (_, (_, b))| a.1.total_cmp(&b.1).then(b.0.total_cmp(&a.0)));
+    let row = |(policy, (layer, (load, sqnr))): (PolicyKind, (usize, (f64, f64)))| {
+        let sqnr = if sqnr.is_finite() { format!("{sqnr:.1}") } else { "-".to_owned() };
+        let over = if load > 0.0 { toned(Tone::Bad, &times(load)) } else { "-".to_owned() };
+        [layer.to_string(), policy.name().to_owned(), sqnr, over]
+    };
+    all.into_iter().map(row).collect()
+}
+
 fn worst_layers(run: &StressResult) -> Option<String> {
     if run.model_layers < 2 {
         return None;
     }
     let of_policy = |policy: &PolicySummary| {
-        let mut worst: BTreeMap<usize, (f64, f64)> = BTreeMap::new();
-        for row in rows(run, policy.policy) {
-            let (load, sqnr) = worst.entry(row.layer).or_insert((0.0, f64::INFINITY));
-            *load = load.max(if row.overflow > 0 { row.max_scaled / RANGE } else { 0.0 });
-            *sqnr = sqnr.min(row.sqnr_db.unwrap_or(f64::INFINITY));
-        }
-        let mut layers: Vec<(usize, (f64, f64))> = worst.into_iter().collect();
+        let mut layers = of_layers(run, policy.policy);
         layers.sort_by(|(_, a), (_, b)| b.0.total_cmp(&a.0).then(a.1.total_cmp(&b.1)));
         let one = |(layer, (load, sqnr)): &(usize, (f64, f64))| {
             let over = (*load > 0.0).then(|| format!("{} the range", times(*load)));

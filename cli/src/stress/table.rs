@@ -45,8 +45,9 @@ pub const HEADS: [&str; 9] = [
     "SQNR / KL on overflow",
 ];
 
-/// The readable form: verdicts, the table, and what to know before reading it.
-pub fn render(results: &Results) -> String {
+/// The readable form: verdicts, the table, what to know before reading it, and which policies overflowed. `next` is the
+/// command that comes next.
+pub fn render(results: &Results, next: &str) -> String {
     let mut out = String::new();
     for (place, whole) in results.runs().iter().enumerate() {
         if place > 0 {
@@ -78,5 +79,7 @@ pub fn render(results: &Results) -> String {
     for left_out in results.left_out() {
         out.push_str(&wrapped(&format!("left out: {}: {}", left_out.scenario, left_out.reason), ""));
     }
+    let (tone, verdict) = sentences::verdict_of_all(results.runs().iter().map(|run| &run.stress));
+    let _ = write!(out, "\n{}Next: {next}\n", toned(tone, &wrapped(&verdict, "")));
     out
 }

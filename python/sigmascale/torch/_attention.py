@@ -23,7 +23,9 @@ from ._plan import LayerPlan
 from ._terms import FP8_DQ, NOTHING, OPERANDS, ROUNDED_DELTA, UNROUNDED_DELTA, Terms
 
 if TYPE_CHECKING:
-    from ._typing import Backend, Centers, Fallback, Gradients, Plan, Rotation
+    from typing_extensions import Unpack
+
+    from ._typing import Backend, Centers, Fallback, Gradients, Options, Plan, Rotation
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -37,19 +39,8 @@ def attention(
     v: torch.Tensor,
     plan: Plan,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    backend: Backend | None = None,
     return_lse: Literal[False] = False,
-    accumulator: str | None = None,
-    fallback: Fallback = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    gradients: Gradients = None,
-    rope: Rotation | None = None,
-    centers: Centers | None = None,
-    logits: Literal["e4m3"] | None = None,
+    **options: Unpack[Options],
 ) -> torch.Tensor: ...
 
 
@@ -60,19 +51,8 @@ def attention(
     v: torch.Tensor,
     plan: Plan,
     *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    backend: Backend | None = None,
     return_lse: Literal[True],
-    accumulator: str | None = None,
-    fallback: Fallback = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    gradients: Gradients = None,
-    rope: Rotation | None = None,
-    centers: Centers | None = None,
-    logits: Literal["e4m3"] | None = None,
+    **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

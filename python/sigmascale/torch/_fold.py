@@ -16,7 +16,7 @@ _OUT = {
 }
 
 
-def fold_values(model):
+def fold_values(model: torch.nn.Module) -> int:
     """Takes the bias off the values of each attention layer, and adds what it contributes to the bias of the output projection.
     Gives the number of layers that changed.
 

@@ -1,6 +1,7 @@
 """Scales of weights that arrive on a device, computed there: what :class:`sigmascale.ScaleStream` does with CUDA tensors.
 
-A tensor is copied when it comes, so that the sync may use its memory again. A layer that is complete takes one launch of the scale
+A tensor is copied when it comes, so that the sync may use its memory again; weights of an engine, which stay until their scales are
+read, are read where they are. A layer that is complete takes one launch of the scale
 engine, whose results stay on the device until they are read: one wait for all layers whose scales are due. Copies and engines are
 kept: layers of one kind share them, one after the other, in the order of the device's stream.
 """
@@ -25,10 +26,12 @@ _NON_FINITE = 3
 
 
 class DeviceStream:
-    """The layers of one model on one device. ``native`` keeps count of the tensors."""
+    """The layers of one model on one device. ``native`` keeps count of the tensors. ``in_place``: weights stay as they are until
+    scales are read, and only vectors are copied.
+    """
 
-    def __init__(self, native, config, file, device):
-        self.device = device
+    def __init__(self, native, config, file, device, in_place=False):
+        self.device, self._in_place = device, in_place
         self._native = native
         layout = json.loads(_native.layout(config, file))
         places = json.loads(native.places())
@@ -42,7 +45,7 @@ class DeviceStream:
             # Descales of q, k, v and o for each KV head, and the status.
             ends.append(ends[-1] + 4 * layer["n_kv"] + 1)
         self._kinds = [self._kind(index) for index in range(len(self._names))]
-        self._open, self._free = {}, {}
+        self._open, self._free, self._engines = {}, {}, {}
         self._rows = [slice(*row) for row in zip(ends, ends[1:])]
         with torch.inference_mode(False):
             self._results = torch.zeros(ends[-1], dtype=torch.float32, device=device)
@@ -80,8 +83,8 @@ class DeviceStream:
         self._order()
         for index, place, own in self._readers[name]:
             if index not in self._open:
-                free = self._free.setdefault(self._kinds[index], [])
-                self._open[index] = free.pop() if free else _Slot(self.device)
+                free = self._free.setdefault(self._owner(index), [])
+                self._open[index] = free.pop() if free else _Slot(self.device, self._in_place)
             self._open[index].take(place, own, tensor.detach())
         for index in due:
             self._unread.append((index, self._compute(index), done))
@@ -131,27 +134,43 @@ class DeviceStream:
         each = [(self._spec.get(key) or {index: None})[index] for key in ("rope", "temperature", "softmax_scale")]
         return json.dumps([own, each])
 
+    def _owner(self, index):
+        """What shares a slot: the layers of one kind, or one layer whose weights are read where they are."""
+        return index if self._in_place else self._kinds[index]
+
     def _release(self, index):
         slot = self._open.pop(index)
         slot.here.clear()
-        self._free.setdefault(self._kinds[index], []).append(slot)
+        slot.placed.clear()
+        self._free.setdefault(self._owner(index), []).append(slot)
 
     def _compute(self, index):
         """Puts the scales of a complete layer on the stream, and gives the engine that computes them."""
         slot = self._open[index]
         try:
-            if slot.engine is None:
-                # Layers of one kind differ in nothing else, so those that come later find it.
+            addresses = slot.addresses()
+            if slot.addressed != addresses:
                 layer = _layers._layer(self._spec, self._names[index], index, "", slot.parameters(), {}, _As)
                 _layers.check([layer])
-                on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-                with on_device, torch.inference_mode(False):
-                    slot.engine = _Engine(layer, self.device)
-            slot.engine.launch(0 if self._last is None else self._last.cuda_stream, *self._targets[index])
+                # Norms without gains have some that were made here.
+                slot.entries, slot.norms = _layers.entries(layer), (layer.q_norm, layer.k_norm)
+                slot.engine = self._engine(index, layer, slot.entries)
+                slot.addressed = addresses
+            # Layers of one kind differ in nothing else, so those that come later find it.
+            slot.engine.launch(0 if self._last is None else self._last.cuda_stream, slot.entries, *self._targets[index])
             return slot.engine
         finally:
             # Those of the next layer are copied after the launch.
             self._release(index)
+
+    def _engine(self, index, layer, entries):
+        """The engine of the layers of one kind, in the types that they have now."""
+        engine = self._engines.get(self._kinds[index])
+        if engine is None or not engine.fits(entries):
+            on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+            with on_device, torch.inference_mode(False):
+                engine = self._engines[self._kinds[index]] = _Engine(layer, entries, self.device)
+        return engine
 
 
 class _As:
@@ -166,52 +185,68 @@ class _As:
 
 
 class _Slot:
-    """Copies of one layer's tensors, at addresses that stay, and the engine over them."""
+    """One layer's tensors: copies at addresses that stay, or weights where they are; and what the engine is told of them."""
 
-    def __init__(self, device):
-        self._device, self.engine = device, None
-        # By place; and the names of those that belong to the layer that is being held.
-        self.tensors, self.here = {}, {}
+    def __init__(self, device, in_place):
+        self._device, self._in_place = device, in_place
+        # By place: copies, and weights that are not copied; and the names of those that belong to the layer that is being held.
+        self.copies, self.placed, self.here = {}, {}, {}
+        self.addressed, self.entries, self.norms, self.engine = None, None, (), None
+
+    @property
+    def tensors(self):
+        return self.copies | self.placed
 
     def take(self, place, name, tensor):
-        """Copies a tensor over that of the layer before."""
+        """Copies a tensor over that of the layer before, or notes where it is."""
+        self.here[name] = place
+        if self._in_place and tensor.dim() == 2:
+            self.placed[place] = tensor
+            return
         # Vectors of a layer are read in one type, and none loses a digit in float32.
         dtype = tensor.dtype if tensor.dim() == 2 else torch.float32
-        kept = self.tensors.get(place)
+        kept = self.copies.get(place)
         if kept is None or kept.shape != tensor.shape or kept.dtype != dtype:
-            self.engine = None
             with torch.inference_mode(False):
-                self.tensors[place] = kept = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+                self.copies[place] = kept = torch.empty(tensor.shape, dtype=dtype, device=self._device)
         kept.copy_(tensor)
-        self.here[name] = place
+
+    def addresses(self):
+        """What the engine's entries depend on, beside the shapes that were noted."""
+        tensors = self.tensors
+        return [(place, (x := tensors[place]).data_ptr(), x.stride(), x.dtype) for place in sorted(self.here.values())]
 
     def parameters(self):
         """The tensors by name, as modules hold them."""
+        tensors = self.tensors
         return {
-            name: (types.SimpleNamespace(_parameters={(key := name.rpartition(".")[2]): self.tensors[place]}), key)
+            name: (types.SimpleNamespace(_parameters={(key := name.rpartition(".")[2]): tensors[place]}), key)
             for name, place in self.here.items()
         }
 
 
 class _Engine:
-    """The scale engine over one layer's tensors."""
+    """The scale engine of one shape of layers."""
 
-    def __init__(self, layer, device):
-        rows = _layers.entries(layer)
-        self._parts, self._n_kv_heads, self._has_v = len(rows), layer.n_kv_heads, layer.norm is not None
-        self._device = device
+    def __init__(self, layer, entries, device):
+        self._parts, self._n_kv_heads, self._has_v = len(entries), layer.n_kv_heads, layer.norm is not None
+        self._device, self._types = device, [entry["dtype"] for entry in entries]
         if device.type == "cpu":
-            self._native = _host.ScaleEngine(rows, False, dataclasses.asdict(Tail()), layer.n_q_heads)
+            self._native = _host.ScaleEngine(entries, False, dataclasses.asdict(Tail()), layer.n_q_heads)
         else:
-            self._native = _native.ScaleEngine(device.index, rows, False, Tail().eta)
+            self._native = _native.ShapeEngine(device.index, entries, False, Tail().eta)
         results = self._native.results()
         of = lambda name, dtype: _heads.memory(self._native, results[name], dtype, device)
         # Words in one type, so that copies keep their bits.
         self._heads, self._status = of("heads", torch.float32), of("status", torch.int32).view(torch.float32)
 
-    def launch(self, stream, heads, status):
-        """Puts the layer's scales on a stream, and copies of its results."""
-        self._native.launch(stream)
+    def fits(self, entries):
+        """Whether it computes layers of this shape and of these types."""
+        return self._types == [entry["dtype"] for entry in entries] and self._native.fits(entries)
+
+    def launch(self, stream, entries, heads, status):
+        """Puts a layer's scales on a stream, and copies of its results."""
+        self._native.launch(stream, entries)
         heads.copy_(self._heads)
         status.copy_(self._status)
 

@@ -1,7 +1,7 @@
 """Types of arguments, for annotations alone: nothing imports this module at run time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 
@@ -32,6 +32,25 @@ Kernels: TypeAlias = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Cal
 Rotation: TypeAlias = Rope | tuple[torch.Tensor, torch.Tensor]
 # What is subtracted from keys and values of each KV head.
 Centers: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class Options(TypedDict, total=False):
+    """Of ``attention``, all but what decides what it returns."""
+
+    causal: bool
+    softmax_scale: float | None
+    backend: Backend | None
+    accumulator: str | None
+    fallback: Fallback
+    window: tuple[int, int]
+    softcap: float | None
+    sinks: torch.Tensor | None
+    gradients: Gradients
+    rope: Rotation | None
+    centers: Centers | None
+    logits: Literal["e4m3"] | None
+
+
 # Where centers of a runtime come from: a name, or what `sigmascale.centers` returned.
 Center: TypeAlias = Literal["none", "weights", "mean"] | Mapping[str, Any] | None
 # What a training loop measures.

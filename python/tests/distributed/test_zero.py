@@ -107,3 +107,20 @@ def test_stages_that_keep_weights_whole_need_no_hooks():
     copy = Plain()
     copy.load_state_dict(model.state_dict())
     assert torch.equal(runtime.descales, expected(copy).descales)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(2)
+def test_steps_of_an_engine_are_followed(stage):
+    model = Plain()
+    engine = started(model, stage=stage)
+    runtime = attach(engine, model, optimizer=engine, strict=True)
+    x = inputs(model, torch.distributed.get_rank()).bfloat16()
+    for step in range(3):
+        y = engine(x)
+        assert torch.equal(runtime.descales, whole(model).descales)
+        engine.backward(y.float().square().mean())
+        engine.step()
+    engine(x)
+    assert torch.equal(runtime.descales, whole(model).descales)
+    runtime.check()

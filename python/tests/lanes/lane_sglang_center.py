@@ -36,7 +36,12 @@ def folder(tmp_path_factory):
     return out
 
 
-def test_keys_reach_the_cache_without_their_center(folder):
+@pytest.fixture(scope="module")
+def plain(folder):
+    return engine_sglang.keys(folder, "off")
+
+
+def test_keys_reach_the_cache_without_their_center(folder, plain):
     scales, seen, log = engine_sglang.keys(folder)
     own = sigmascale.centers(folder)
     assert own["hash"] in log and "in 2 of 3 layers" in log
@@ -45,13 +50,12 @@ def test_keys_reach_the_cache_without_their_center(folder):
         assert torch.equal(torch.tensor(seen[number][0]), -torch.tensor(layer["k"]))
         assert scales[number]["k"] == up_to_bf16(max(layer["k_scale"]))
     assert not torch.tensor(seen[2]).any()
-    plain, _, _ = engine_sglang.keys(folder, "off")
-    assert all(scales[number]["k"] < 0.8 * plain[number]["k"] for number in (0, 1))
-    assert [row["v"] for row in scales.values()] == [row["v"] for row in plain.values()]
+    assert all(scales[number]["k"] < 0.8 * plain[0][number]["k"] for number in (0, 1))
+    assert [row["v"] for row in scales.values()] == [row["v"] for row in plain[0].values()]
 
 
-def test_keys_stay_as_they_are_when_asked(folder):
-    scales, seen, log = engine_sglang.keys(folder, "off")
+def test_keys_stay_as_they_are_when_asked(folder, plain):
+    scales, seen, log = plain
     assert not any(torch.tensor(keys).any() for keys in seen.values()) and "constant part" not in log
     rows = sigmascale.calibrate(folder)["layers"]
     assert [row["k"] for _, row in sorted(scales.items())] == [up_to_bf16(max(row["k_descale"])) for row in rows]
