@@ -62,6 +62,18 @@ def heads(row):
     return f"{q} query, {kv} KV, d = {d}"
 
 
+def change_entropy():
+    table = []
+    for (arithmetic, seed), group in itertools.groupby(
+        record("2026-11-28-change-entropy.csv"), key=lambda row: (row["arithmetic"], row["seed"])
+    ):
+        *_, failing = sorted(group, key=lambda row: row["head"] == "2")
+        steps = [failing[key] or "-" for key in ("entropy_below_0.1", "logit_above_1000", "loss_shows", "all_on_one_side")]
+        table.append([f"`{arithmetic}`", seed, *steps, failing["least_entropy"]])
+    header = ["arithmetic", "seed", "entropy below 0.1", "logits above 1000", "the loss shows it", "all on one side", "least entropy"]
+    return markdown(header, table)
+
+
 def scale_step():
     rows, table = record("2026-11-28-scale-step-h200.csv"), []
     name = lambda model: MODELS[model.split(",")[0]] + model[len(model.split(",")[0]) :]
@@ -921,6 +933,7 @@ TABLES = {
         weight_sync,
         scale_step,
         accuracy,
+        change_entropy,
     )
 }
 
