@@ -122,6 +122,38 @@ def test_a_reload_has_the_scales_of_its_weights(family, tmp_path):
     assert [layer._k_scale.data_ptr() for layer in engine_vllm.attention(loaded)] == places
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_the_calls_of_a_refit_of_nemo_rl(family, tmp_path, monkeypatch):
+    """As its vLLM workers make them: `load_weights` with views of a buffer that is used again, then the model is processed, and processed
+    once more where its cache is in FP8.
+    """
+    from safetensors.torch import load_file
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model = models.write(family, tmp_path / family)
+    again = other(model)
+    # The CPU build packs weights away when they are loaded; a GPU keeps them.
+    monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", lambda *arguments, **more: None)
+    config, loaded = engine_vllm.load(model)
+    assert found(loaded) == expected(model) != expected(again)
+    weights = list(load_file(again / "model.safetensors").items())
+    buffer = torch.empty(max(tensor.nbytes for _, tensor in weights) * 4, dtype=torch.uint8)
+    with set_current_vllm_config(config), torch.no_grad():
+        for at in range(0, len(weights), 3):
+            bucket, start = [], 0
+            for name, tensor in weights[at : at + 3]:
+                view = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                view.copy_(tensor)
+                bucket.append((name, view))
+                start += -(-tensor.nbytes // 512) * 512
+            loaded.load_weights(bucket)
+            buffer.fill_(0xFF)
+        for _ in range(2):
+            process_weights_after_loading(loaded, config.model_config, torch.device("cpu"))
+            assert found(loaded) == expected(again)
+
+
 def test_waking_restores_the_scales(tmp_path, monkeypatch):
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
