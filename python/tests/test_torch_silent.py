@@ -442,7 +442,9 @@ def test_a_long_run_is_looked_at_in_one_of_a_few_forwards():
 
 def test_a_look_is_a_few_launches_over_a_few_kilobytes():
     for layers in (2, 4):
-        weights = fp8.attach(model(layers=layers))._weights
+        made = model(layers=layers)
+        runtime = fp8.attach(made)
+        weights = runtime._weights
         looking, marking = Launches(), Launches()
         with looking:
             assert not weights.look()
