@@ -115,7 +115,7 @@ fn wrong_usage_is_2_and_what_cannot_be_read_is_3() {
         (vec!["diagnose", "--model", TINY_LLAMA], 2, "--tokens <FILE>"),
         (vec!["diagnose", text(&file), "--tokens", text(&file)], 2, "need --model FOLDER"),
         (vec!["diagnose", text(&file), "--model", TINY_LLAMA, "--tokens", text(&file)], 2, "cannot be used with"),
-        (vec!["diagnose", "--model", TINY_LLAMA, "--tokens", "absent.txt"], 3, "absent.txt: cannot read"),
+        (vec!["diagnose", "--model", TINY_LLAMA, "--tokens", "absent.txt"], 3, "absent.txt: cannot open"),
         (vec!["diagnose", "absent.jsonl"], 3, "absent.jsonl: cannot read"),
         (vec!["diagnose", TINY_LLAMA, "checkpoint-7"], 3, "checkpoint-7: cannot read"),
         (vec!["diagnose", concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md")], 3, "line 1 is not a record of a run"),

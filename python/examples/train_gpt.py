@@ -283,7 +283,7 @@ class Probe:
         plan, heads_first = attention.plan, lambda x: x.transpose(1, 2)
         if plan is None:
             operands = [x.to(torch.bfloat16) for x in (leaf, k, v)]
-            y = heads_first(F.scaled_dot_product_attention(*map(heads_first, operands), is_causal=True, enable_gqa=True))
+            y = heads_first(attention.causal(*map(heads_first, operands)))
             held = operands
         else:
             y = fp8.attention(leaf, k, v, plan, gradients=attention.gradients)

@@ -61,7 +61,7 @@ def verify(
     tokens: Path | None = None,
     seq_len: int | None = None,
 ) -> Audit:
-    """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
+    r"""Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
     a dict.
 
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
@@ -70,8 +70,8 @@ def verify(
     type of the cache: NVFP4, which vLLM alone has, holds 6 or 4 times as much under the same scale.
 
     ``tokens``: a file whose text (or token ids, in a file that ends in ``.json``) runs through the model's own forward on
-    the CPU, in sequences of ``seq_len`` tokens (256, or what the text has). ``observed`` then holds the largest \|q\|,
-    \|k\| and \|v\| of each layer, which show how far below the bounds this text stays. For families that
+    the CPU, in sequences of ``seq_len`` tokens (256, or what the text has). ``observed`` then holds the largest |q|,
+    |k| and |v| of each layer, which show how far below the bounds this text stays. For families that
     :func:`stress` runs text through.
     """
     engine = None if engine is None else text("engine", engine)

@@ -1,6 +1,7 @@
-"""A small model with attention of the package, and a loop that trains it, for the monitor and the guard."""
+"""A small model with attention of the package, and a loop that trains it, for the monitor and the guard; a count of launches."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sigmascale.torch as fp8
 
@@ -42,3 +43,15 @@ def values(optimizer, made, runtime):
 def equal(one, other):
     tensors = len(one[0]) == len(other[0]) and all(torch.equal(a, b) for a, b in zip(one[0], other[0]))
     return tensors and one[1] == other[1]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are a kernel on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or func.name() == "aten::_unsafe_view" or "empty" in func.name())
+        return func(*args, **(kwargs or {}))

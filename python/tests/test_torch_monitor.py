@@ -13,8 +13,7 @@ pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
 import plain  # noqa: E402
-from recorded import batch, loss_of, model  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from recorded import Launches, batch, loss_of, model  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
@@ -282,18 +281,6 @@ def test_values_on_a_device_wait_for_the_next_layer_lines(run):
     assert not read and len(lines(path)) == 1
     monitor.step(loss=3.0)
     assert [row["loss"] for row in lines(path, "step")] == [0.0, 1.0, 2.0, 3.0] and not read
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that are a kernel on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not (func.is_view or func.name() == "aten::_unsafe_view" or "empty" in func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_layers_are_measured_together(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from recorded import batch, loss_of, model  # noqa: E402
+from recorded import Launches, batch, loss_of, model  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
@@ -438,6 +438,20 @@ def test_a_long_run_is_looked_at_in_one_of_a_few_forwards():
             for step in range(8):
                 loss_of(made, step)
     del runtime
+
+
+def test_a_look_is_a_few_launches_over_a_few_kilobytes():
+    for layers in (2, 4):
+        weights = fp8.attach(model(layers=layers))._weights
+        looking, marking = Launches(), Launches()
+        with looking:
+            assert not weights.look()
+        with marking:
+            weights.mark()
+        # Gathered, compared, reduced, taken in; read and cleared, which on a GPU is a copy of one byte.
+        assert (looking.count, marking.count) == (6, 1)
+        kept = [x for _, _, x in weights._groups]
+        assert sum(x.numel() * x.element_size() for x in kept) <= layers * 4 * 4096
 
 
 def test_refreshes_and_unchanged_weights_are_nothing_to_say():

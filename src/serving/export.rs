@@ -8,7 +8,7 @@ use super::names::ScaleNames;
 use super::needs::{Need, biased, needs};
 use super::scales::{LayerScales, scale_file};
 use super::settings::{HF_QUANT, Method, Settings, hf_quant_config};
-use super::unjudged::unjudged;
+use super::unjudged::{otherwise, unjudged};
 use crate::error::{Error, Result};
 use crate::file::{place_of, write_folder, write_new};
 use crate::model::{AttentionSpec, Checkpoint, INDEX, WeightFiles};
@@ -77,7 +77,8 @@ pub fn export(
 
     let needs = needs(checkpoint, spec, each)?;
     let layers = layers(options, spec, &needs)?;
-    let unjudged = unjudged(&from, checkpoint, &config, &names, &files);
+    let mut unjudged = unjudged(&from, checkpoint, &config, &names, &files);
+    unjudged.extend(otherwise(options.engine, &config));
     let mut certificate = Certificate::new(spec, &layers, options, &reads, SCALES_FILE, unjudged)?;
     let place = to.display().to_string();
     certificate.notes.extend(biased(&needs, spec, options.engine, &place, &options.serving));

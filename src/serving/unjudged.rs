@@ -3,6 +3,8 @@
 use super::audit::Unjudged;
 use super::built::other_class;
 use super::census::{self, Unread};
+use super::description::Otherwise;
+use super::engine::Engine;
 use super::names::ScaleNames;
 use super::settings::Settings;
 use crate::model::{Checkpoint, WeightFiles};
@@ -52,4 +54,20 @@ pub(super) fn unjudged(
         reasons.entry(why.to_owned()).or_default().extend(adapters);
     }
     reasons.into_iter().map(|(why, names)| Unjudged { what: census::first_of(&names), why }).collect()
+}
+
+/// Settings by which an engine computes attention otherwise than the bounds do.
+pub(super) fn otherwise(engine: Engine, config: &Settings) -> Vec<Unjudged> {
+    let places = config.places();
+    let acts = |row: &&Otherwise| {
+        places.iter().filter_map(|map| map.get(row.key)).any(|value| match value {
+            Value::Null | Value::Bool(false) => false,
+            value => row.neutral.is_none() || value.as_f64() != row.neutral,
+        })
+    };
+    let said = |row: &Otherwise| Unjudged {
+        what: "config.json".to_owned(),
+        why: format!("`{}`, by which {engine} {}, is not judged", row.key, row.why),
+    };
+    engine.description().otherwise.iter().filter(acts).map(said).collect()
 }

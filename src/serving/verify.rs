@@ -7,7 +7,7 @@
 use super::audit::{Audit, AuditEntry, LayerAudit, Outcome, ScaleVerdict, Unjudged};
 use super::census;
 use super::centers::{self, Judged};
-use super::description::{Carries, Loads, Otherwise, Parameters};
+use super::description::{Carries, Loads, Parameters};
 use super::engine::{Engine, Operand};
 use super::folder::{CERTIFICATE_FILE, check_read, folder_of};
 use super::names::ScaleNames;
@@ -15,7 +15,7 @@ use super::needs::{KEY_AND_VALUE, Need, biased, needs};
 use super::options::Serving;
 use super::scales::LayerScales;
 use super::settings::{HF_QUANT, Method, Settings};
-use super::unjudged::unjudged;
+use super::unjudged::{otherwise, unjudged};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles};
 use crate::plan::ScalePlan;
@@ -340,10 +340,7 @@ impl<'a> Case<'a> {
         let engine = self.engine;
         let mut unjudged = Vec::new();
         let settings = |why: String| Unjudged { what: "config.json".to_owned(), why };
-        unjudged.extend(
-            self.otherwise()
-                .map(|row| settings(format!("`{}`, by which {engine} {}, is not judged", row.key, row.why))),
-        );
+        unjudged.extend(otherwise(engine, &self.found.config));
         match &self.gate {
             Gate::Refused(why) => unjudged.push(settings(format!("{engine} does not start: {why}"))),
             Gate::Unknown(why) => unjudged.push(settings(why.clone())),
@@ -362,18 +359,6 @@ impl<'a> Case<'a> {
             });
         }
         unjudged
-    }
-
-    /// Keys of the config by which the engine computes attention otherwise.
-    fn otherwise(&self) -> impl Iterator<Item = &'static Otherwise> {
-        let places = self.found.config.places();
-        let acts = move |row: &&Otherwise| {
-            places.iter().filter_map(|map| map.get(row.key)).any(|value| match value {
-                Value::Null | Value::Bool(false) => false,
-                value => row.neutral.is_none() || value.as_f64() != row.neutral,
-            })
-        };
-        self.engine.description().otherwise.iter().filter(acts)
     }
 
     fn row(

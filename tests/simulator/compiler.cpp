@@ -78,7 +78,7 @@ int nvrtcCompileProgram(Program* p, int count, const char* const* options) {
   }
   std::ofstream(root / "kernel.cpp") << prepared(p->source);
   const char* compiler = getenv("CXX");
-  std::string command = std::string(compiler ? compiler : "g++") + " -std=c++17 -O2 -g1 -fno-strict-aliasing -ffp-contract=off -w -shared -fPIC -o " +
+  std::string command = std::string(compiler ? compiler : "g++") + " -std=c++17 -O1 -g1 -fno-strict-aliasing -ffp-contract=off -w -shared -fPIC -o " +
                         (root / "kernel.so").string() + " -I " + include_folder().string() + " -I " + headers.string();
   for (int i = 0; i < count; i++)
     if (const char* define = strstr(options[i], "--define-macro=")) command += std::string(" '-D") + (define + 15) + "'";

@@ -293,7 +293,7 @@ def flash_attn_with_kvcache(
     reason = _paged.refusal(q, k_cache, block_table)
     if softcap:
         reason = reason or "the kernels over pages take no softcap"
-    # Their kernels over pages were wrong on a GPU: such calls gather their pages.
+    # Their kernels over pages have not yet passed their tests on a GPU: such calls gather their pages.
     withheld = {"window_size": window_size != (-1, -1), "sinks": sinks is not None, "cu_seqlens_q": packed_q.starts is not None}
     for name in filter(withheld.get, withheld):
         reason = reason or f"the kernels over pages take no {name}"

@@ -53,7 +53,7 @@ impl Cuda {
     /// load, or the driver refuses a launch. With table checks `is_argument` also where a length or a page number is wrong.
     pub fn launch(&self, stream: &Stream, call: &DeviceCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
         if let Keys::Pages(pages) = &tensors.keys {
-            // These kernels compile, and their results on a GPU were found wrong: not offered until their tests pass there.
+            // Right on the CPU by tests/simulator, not yet seen right on a GPU: not offered until their tests pass there.
             let (_, features) = call.features();
             let withheld =
                 [("packed queries", pages.queries.is_some()), ("a window", features.window), ("sinks", features.sink)];

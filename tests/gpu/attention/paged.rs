@@ -16,6 +16,8 @@ use sigmascale::device::attention::{self as gpu, Cuda, DeviceCall, Element, Keys
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::OperandDescales;
 use sigmascale::stats::stats_words;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::Path;
 
 tests![
     decoding_over_pages_is_plain_attention,
@@ -318,13 +320,29 @@ impl Setup {
         DeviceCall { mask: self.case.mask, sinks, ..DeviceCall::causal(self.sizes) }
     }
 
-    fn launch(&self, engine: &Cuda, stream: &Stream, tensors: &Tensors) -> sigmascale::Result<()> {
+    /// The workspace, as the call left it.
+    fn launch(&self, engine: &Cuda, stream: &Stream, tensors: &Tensors) -> sigmascale::Result<Buffer<u8>> {
         let bytes = Cuda::workspace_bytes(&self.call(), tensors)?;
         let memory = scratch(bytes);
         // SAFETY: the memory is freed after the work, which is waited for.
         let workspace = unsafe { memory.view(Element::U8, [bytes])? };
         engine.launch(stream, &self.call(), tensors, &workspace)?;
-        stream.synchronize()
+        stream.synchronize()?;
+        Ok(memory)
+    }
+
+    /// Writes what a call left to a file of its own, to be compared with that of another device (`SIGMASCALE_KEEP=FOLDER`): the case,
+    /// workspace, log-sum-exps and output.
+    fn keep(&self, folder: &Path, seed: usize, workspace: &Buffer<u8>) {
+        let case = format!("{:?}", self.case);
+        let mut hash = DefaultHasher::new();
+        (&case, seed).hash(&mut hash);
+        let (workspace, lse, out) =
+            (workspace.read().unwrap(), self.lse.read().unwrap(), self.buffers[5].read().unwrap());
+        let lse: Vec<u8> = lse.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let head = format!("{case}\n{} {} {}\n", workspace.len(), lse.len(), out.len());
+        let content = [head.as_bytes(), &workspace, &lse, &out].concat();
+        std::fs::write(folder.join(format!("{:016x}", hash.finish())), content).unwrap();
     }
 
     /// What is wrong with what a call left.
@@ -427,7 +445,10 @@ pub(super) fn check(cases: impl IntoIterator<Item = Case>) {
     for (seed, case) in cases.into_iter().enumerate() {
         let setup = Setup::new(&case, seed as u64);
         let engine = if case.processors == 3 { &few } else { &all };
-        setup.launch(engine, &stream(), &setup.tensors()).unwrap();
+        let workspace = setup.launch(engine, &stream(), &setup.tensors()).unwrap();
+        if let Some(folder) = std::env::var_os("SIGMASCALE_KEEP") {
+            setup.keep(Path::new(&folder), seed, &workspace);
+        }
         if let Some(complaint) = setup.complaint() {
             wrong.push(format!("{case:?}: {complaint}"));
         }

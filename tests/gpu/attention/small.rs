@@ -452,7 +452,7 @@ fn paged_prefill() {
     paged::check([
         chunk.clone(),
         Paged { rows: true, page_size: 128, ..chunk.clone() },
-        Paged { causal: false, new: 0, ..chunk },
+        Paged { mask: Mask::NONE, new: 0, ..chunk },
     ]);
 }
 
