@@ -37,7 +37,7 @@ background-repeat:no-repeat;background-attachment:local,local,scroll,scroll}
 @media(max-width:760px){.hint{display:block}}
 svg{display:block}
 svg text{font:11px system-ui,sans-serif;fill:var(--dim)}
-svg text.hi{fill:var(--bg)}svg text.lo{fill:var(--fg)}
+svg text.small{font-size:10px}svg text.hi{fill:var(--bg)}svg text.lo{fill:var(--fg)}
 .grid{stroke:var(--line)}.cell{fill:var(--accent)}
 .first{fill:var(--accent);stroke:var(--accent)}.second{fill:none;stroke:var(--second)}
 .mean{stroke:var(--fg);stroke-width:2}.span{stroke:var(--accent);stroke-opacity:.45;stroke-width:2}

@@ -229,7 +229,7 @@ impl Map<'_> {
         for (column, names) in self.columns.iter().enumerate().step_by(every(width, 22.0)) {
             let x = left + width * (column as f64 + 0.5);
             for (name, y) in names.iter().zip([12.0, 26.0]).filter(|(name, _)| !name.is_empty()) {
-                svg.text((x, y), Anchor::Middle, name);
+                svg.text_of("small", (x, y), Anchor::Middle, name);
             }
         }
         for (row, name) in self.rows.iter().enumerate() {

@@ -242,9 +242,6 @@ fn rows(audit: &Audit, observed: Option<&Observed>) -> Vec<(bool, [String; 7])> 
             ScaleVerdict::Missing | ScaleVerdict::Unknown => Tone::Plain,
             _ => Tone::Bad,
         };
-        // Where a scale that is safe is stored says the JSON.
-        let why =
-            if verdict == ScaleVerdict::Safe { why.split(" (").next().unwrap_or_default().to_owned() } else { why };
         let cells = [number.to_string(), name.to_string(), scales, needed, text, toned(tone, verdict.name()), why];
         (verdict == ScaleVerdict::Safe, cells)
     };
@@ -278,7 +275,13 @@ fn table(report: &Report, most: usize, problems_only: bool) -> String {
         rows.retain(|(safe, _)| !safe);
     }
     let hidden = rows.get(most..).unwrap_or_default();
-    let shown = rows.iter().take(most).map(|(_, cells)| cells.clone());
+    // A screen has no room for where a scale that is safe is stored.
+    let shown = rows.iter().take(most).cloned().map(|(safe, mut cells)| {
+        if safe {
+            cells[6] = cells[6].split(" (").next().unwrap_or_default().to_owned();
+        }
+        cells
+    });
     let table = match report.observed {
         Some(_) => shown.fold(Table::new(HEADS), Table::with),
         None => shown.map(without_text).fold(Table::new(without_text(HEADS)), Table::with),

@@ -66,7 +66,7 @@ pub fn summary(inspection: &Inspection) -> String {
     out
 }
 
-/// The |logit| above which `diagnose` raises an alarm where q and k are in BF16 or FP8.
+/// The |logit| from which `diagnose` raises an alarm where q and k are in BF16 or FP8.
 fn limit() -> f64 {
     sigmascale_lab::diagnose::Options::default().logit_limit
 }
@@ -91,8 +91,8 @@ pub fn verdict(inspection: &Inspection) -> Option<(Tone, String)> {
         _ => (
             Tone::Plain,
             format!(
-                "{above} of {all} heads are not bounded below a |logit| of {limit}, at which `diagnose` raises an alarm for \
-                 BF16 and FP8. The largest bound is {bound} {place}. Whether a text reaches the bounds is not known."
+                "{above} of {all} heads have a bound above {limit}, the |logit| from which BF16 and FP8 do not resolve logits. The \
+                 largest is {bound} {place}. Whether a text reaches the bounds is not known."
             ),
         ),
     })
@@ -300,7 +300,7 @@ fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
         rows: layers.iter().map(|layer| layer.number.to_string()).collect(),
         columns: (0..columns).map(|head| [String::new(), head.to_string()]).collect(),
         cell: (
-            (520.0 / columns.max(1) as f64).clamp(10.0, 62.0),
+            (470.0 / columns.max(1) as f64).clamp(10.0, 62.0),
             (480.0 / layers.len().max(1) as f64).clamp(10.0, 30.0),
         ),
         scale: ticks,
