@@ -48,7 +48,11 @@ def inside(folder, how):
 
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers import utils
 
+    # The CPU build drops weights when it has packed them; a GPU keeps them, and a refresh reads them.
+    pack = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
