@@ -145,7 +145,7 @@ def test_the_factor_on_rotated_channels_is_that_of_the_cpu():
 def test_a_sum_that_ranks_make_together_is_the_kernels(tmp_path):
     """A group of one rank: its sum is the whole, iterated in PyTorch's operations, and the kernel only takes the estimates."""
     model = on_gpu(Small())
-    kernel, together = (attach(model, "geometry-c-star", estimator="power-summed") for _ in range(2))
+    kernel, together = (attach(model, "geometry-c-star", bound="worst-case", estimator="power-summed") for _ in range(2))
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
