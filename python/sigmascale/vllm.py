@@ -59,13 +59,20 @@ def _salt(key):
 
 def _salt_blocks():
     """Puts the centers into the seed of block hashes, which name the entries of shared stores and which peers compare."""
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.engine.core import EngineCore
+    try:
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.engine.core import EngineCore
 
-    seed, initialize = getattr(kv_cache_utils, "resolve_none_hash_seed", None), EngineCore._initialize_kv_caches
-    if seed is None:
+        seed, initialize = kv_cache_utils.resolve_none_hash_seed, EngineCore._initialize_kv_caches
+    except (ImportError, AttributeError):
+        # A version without such a seed: transfers are not salted.
         return
-    kv_cache_utils.resolve_none_hash_seed = lambda *args: _salt(seed(*args))
+
+    def salted(*args):
+        return _salt(seed(*args))
+
+    salted._sigmascale = True
+    kv_cache_utils.resolve_none_hash_seed = salted
 
     def initialized(self, config, *args, **kwargs):
         result = initialize(self, config, *args, **kwargs)
@@ -86,7 +93,7 @@ def _salt_transfers(connector):
     from vllm.v1.core import kv_cache_utils
 
     if connector == "OffloadingConnector":
-        return hasattr(kv_cache_utils, "resolve_none_hash_seed")
+        return hasattr(getattr(kv_cache_utils, "resolve_none_hash_seed", None), "_sigmascale")
     if connector not in _SALTED:
         return False
     try:
