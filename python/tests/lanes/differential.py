@@ -74,6 +74,11 @@ def main(engine, place):
             counts["refused by verify"] += 1
             print(f"refused: {truth['name']}: {error}")
             continue
+        if said["safe"] and "error" in truth and "scale" not in truth["error"]:
+            # Experts, a scheduler, a method that the family does not take: not for what attention reads.
+            counts["not started, for another reason than a scale"] += 1
+            print(f"not started: {truth['name']}: {truth['error']}")
+            continue
         wrong, agreed = differences(said, truth)
         scales += agreed
         counts["disagree" if wrong else "not started, not safe" if "error" in truth else "agree"] += 1
