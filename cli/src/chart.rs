@@ -41,7 +41,10 @@ pub fn legend(all: &[Line]) -> String {
             escape(&line.name)
         );
     }
-    out + "<span class=\"dim\">A wide pale band is a curve that another one covers.</span></div>\n"
+    if all.len() > 1 {
+        out.push_str("<span class=\"dim\">A wide pale band is a curve that another one covers.</span>");
+    }
+    out + "</div>\n"
 }
 
 /// What stands around the curves of a line chart.

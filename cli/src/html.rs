@@ -21,9 +21,10 @@ p{margin:0 0 10px;max-width:76ch;overflow-wrap:anywhere}
 .row{display:flex;flex-wrap:wrap;gap:28px 40px;align-items:flex-start}
 figure{margin:0 0 24px;max-width:100%;min-width:0}
 figcaption{max-width:60ch;margin-bottom:8px}
-.made{max-width:100%;color:var(--dim);font-size:13px;overflow-wrap:anywhere}code{font:12px ui-monospace,monospace}
+.made{max-width:100%;margin-top:24px;color:var(--dim);font-size:13px;overflow-wrap:anywhere}code{font:12px ui-monospace,monospace}
 .verdict{font-size:16px;font-weight:600;border-left:5px solid var(--accent);padding:4px 12px;max-width:90ch}
 .good{border-color:var(--p2)}.bad-news{border-color:var(--p3)}
+.next{max-width:none}.scroll+.dim{margin-top:8px}
 .next code{font-size:13px;background:var(--line);padding:3px 6px;border-radius:3px}
 .tone-good{color:var(--p2)}.tone-bad{color:var(--p3);font-weight:600}.tone-plain{color:var(--p4)}
 tr:has(.tone-bad){background:color-mix(in srgb,var(--p3) 9%,transparent)}
@@ -137,7 +138,7 @@ impl Page {
     pub fn new(title: &str, line: &str, summary: &str) -> Self {
         let mut head = String::new();
         let _ = write!(head, "<h1>{}</h1>\n<p class=\"dim\">{}</p>\n", escape(title), escape(line));
-        let lead = |text| format!("<p class=\"lead\">{}</p>\n", escape(text));
+        let lead = |text| format!("<p class=\"lead\">{}</p>\n", prose(text));
         let body = Some(summary).filter(|text| !text.is_empty()).map_or_else(String::new, lead);
         Self { title: title.to_owned(), head, body, sections: vec![], figures: vec![] }
     }
@@ -149,7 +150,7 @@ impl Page {
             Tone::Bad => " bad-news",
             Tone::Plain => "",
         };
-        let _ = writeln!(self.head, "<p class=\"verdict{class}\">{}</p>", escape(text));
+        let _ = writeln!(self.head, "<p class=\"verdict{class}\">{}</p>", prose(text));
     }
 
     /// Sets the command that comes next, below the verdict.
@@ -178,7 +179,7 @@ impl Page {
 
     /// Adds a paragraph.
     pub fn paragraph(&mut self, text: &str) {
-        let _ = writeln!(self.body, "<p>{}</p>", escape(text));
+        let _ = writeln!(self.body, "<p>{}</p>", prose(text));
     }
 
     /// Adds lines that are read first, one below the other.
@@ -194,7 +195,7 @@ impl Page {
     fn items(&mut self, class: &str, items: &[String]) {
         let _ = writeln!(self.body, "<ul class=\"{class}\">");
         for item in items {
-            let _ = writeln!(self.body, "<li>{}</li>", escape(item));
+            let _ = writeln!(self.body, "<li>{}</li>", prose(item));
         }
         self.body.push_str("</ul>\n");
     }
@@ -206,7 +207,7 @@ impl Page {
 
     /// Adds a remark in small print.
     pub fn note(&mut self, text: &str) {
-        let _ = writeln!(self.body, "<p class=\"dim\">{}</p>", escape(text));
+        let _ = writeln!(self.body, "<p class=\"dim\">{}</p>", prose(text));
     }
 
     /// Adds markup between figures.
@@ -291,6 +292,19 @@ pub fn escape(text: &str) -> String {
     out
 }
 
+/// Sentences as markup, what they set in backticks as code.
+fn prose(text: &str) -> String {
+    let parts: Vec<_> = text.split('`').map(escape).collect();
+    if parts.len().is_multiple_of(2) {
+        return escape(text); // a backtick of a name
+    }
+    let part = |(place, part): (usize, &String)| match place % 2 {
+        0 => part.clone(),
+        _ => format!("<code>{part}</code>"),
+    };
+    parts.iter().enumerate().map(part).collect()
+}
+
 /// Text with the colors of its verdicts, as markup.
 fn toned_markup(text: &str) -> String {
     let part = |(tone, text): (Option<Tone>, String)| {
@@ -334,6 +348,12 @@ mod tests {
         assert!(page.contains("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;"));
         assert!(page.contains("a &amp; b") && page.contains("&quot;quoted&quot;"));
         assert!(page.contains("<code>sigmascale &#39;&lt;b&gt;&#39;</code>") && !page.contains("<b>"));
+    }
+
+    #[test]
+    fn backticks_in_pairs_are_code() {
+        assert_eq!(prose("set `a<b>` to `c`"), "set <code>a&lt;b&gt;</code> to <code>c</code>");
+        assert_eq!(prose("a folder it`s"), "a folder it`s");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::terminal::toned;
 use clap::ValueEnum;
 use sigmascale::bound::E4M3_MAX;
 use sigmascale::model::local_path;
-use sigmascale::serving::{self, Audit, AuditEntry, Engine, KvFormat, Outcome, ScaleVerdict, Serving};
+use sigmascale::serving::{self, Audit, AuditEntry, Engine, KvFormat, Outcome, ScaleVerdict, Serving, Step};
 use sigmascale::{Error, Result};
 use sigmascale_lab::stress::{Observed, StressModel, TokenFile, observe};
 use std::path::{Path, PathBuf};
@@ -341,7 +341,11 @@ pub fn page(report: &Report, made: &Made) -> String {
         if place > 0 {
             page.paragraph(&summary(audit));
         }
-        let steps = audit.mend(&report.folder).iter().map(ToString::to_string).collect();
+        let step = |Step { what, command }| match command {
+            Some(command) => format!("{what}: `{command}`"),
+            None => what,
+        };
+        let steps = audit.mend(&report.folder).into_iter().map(step).collect();
         let slack = report.observed.iter().filter_map(|observed| slack(audit, observed)).collect();
         page.list(&[audit.notes.clone(), unjudged(audit), slack, steps].concat());
         let (safe, wrong): (Vec<_>, Vec<_>) =
