@@ -304,9 +304,10 @@ fn prose(text: &str) -> String {
 
 /// A command or a name as markup. Browsers break lines inside of `--option` if they may.
 fn code(text: &str) -> String {
-    let word = |word: &str| match word.starts_with("--") && !word.contains('=') {
-        true => format!("<span class=\"option\">{}</span>", escape(word)),
-        false => escape(word),
+    let word = |word: &str| {
+        let markup = escape(word);
+        let option = word.starts_with("--") && !word.contains('=');
+        if option { format!("<span class=\"option\">{markup}</span>") } else { markup }
     };
     format!("<code>{}</code>", text.split(' ').map(word).collect::<Vec<_>>().join(" "))
 }
