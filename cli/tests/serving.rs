@@ -393,15 +393,24 @@ fn golden_files() {
 /// vLLM builds the attention of these without scales, and refuses a name of one.
 #[test]
 fn families_without_scales_in_vllm_get_a_certificate() {
-    for name in ["jamba", "lfm2"] {
+    let drawn = |name| {
         let case = cases().into_iter().find(|case| case.name == name).unwrap();
-        let model = written(&case, &draw(&case, 4));
-        let made = export_of(model.path(), Engine::Vllm, false);
-        let folder = Gone(made.folder);
-        assert!(made.certificate.scales_file.is_none() && !folder.0.join(SCALES).exists(), "{name}");
-        assert!(made.certificate.notes[0].contains("without scales"), "{:?}", made.certificate.notes);
-        assert!(read(&folder.0.join("config.json")).get("quantization_config").is_none());
-    }
+        written(&case, &draw(&case, 4))
+    };
+    let model = drawn("jamba");
+    let made = export_of(model.path(), Engine::Vllm, false);
+    let folder = Gone(made.folder);
+    assert!(made.certificate.scales_file.is_none() && !folder.0.join(SCALES).exists());
+    assert!(made.certificate.notes[0].contains("without scales"), "{:?}", made.certificate.notes);
+    assert!(read(&folder.0.join("config.json")).get("quantization_config").is_none());
+
+    // Versions of vLLM differ: a certificate for one would be wrong in the other.
+    let model = drawn("lfm2");
+    let out = model.path().with_file_name("lfm2-exported");
+    let checkpoint = Checkpoint::open(model.path()).unwrap();
+    let error = export(&checkpoint, &out, &asked(Engine::Vllm, false, false), &mut || Ok(())).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("LFM2"), "{error}");
+    assert!(!out.exists());
 }
 
 /// Configs are merged: what was there stays, whatever the weights are stored in.

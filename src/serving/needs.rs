@@ -205,7 +205,7 @@ impl Engine {
 /// The operands that a loader takes from another.
 pub(super) const KEY_AND_VALUE: [Operand; 2] = [Operand::K, Operand::V];
 
-/// Layers whose keys are mostly their bias, and how they are kept out of the FP8 cache of a folder, for people.
+/// Layers whose key bias is a large part of the bound of k, and how to keep them out of the FP8 cache of a folder, for people.
 pub(super) fn biased(
     needs: &[Need],
     spec: &AttentionSpec,

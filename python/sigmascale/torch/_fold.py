@@ -57,7 +57,7 @@ def _change(layer, name):
     d, starts = layer.d_head, range(0, bias.shape[0], layer.d_head)
     if layer.heads is not None:
         starts = layer.heads[2]
-    place = torch.tensor([row for start in starts for row in range(start, start + d)], device=bias.device)
+    place = torch.tensor([row for start in starts for row in range(start, start + d)], dtype=torch.int64, device=bias.device)
     rows = bias.detach()[place].double().view(layer.n_kv_heads, d)
     if not rows.any():
         return None
