@@ -122,7 +122,7 @@ def test_every_command_is_run_or_listed_with_its_last_run():
     listed = dict(rows)
     assert len(listed) == len(rows) >= 10, "a command is listed twice, or the list is gone"
     # cargo test and its filters are .ci/run; so is the wheel. A lane is a command by itself. `runs` is a folder for output.
-    elsewhere = re.compile(r"cargo test$|cargo test --lib |cargo test --test (?!gpu)|\.ci/\S+$|\.ci/wheel |mkdir runs$")
+    elsewhere = re.compile(r"cargo test$|cargo test --test (?!gpu)|\.ci/\S+$|\.ci/wheel |mkdir runs$")
     here = {"sigmascale " + line for line in run_here()}
     seen = set()
     for page, line in commands():
