@@ -21,7 +21,7 @@ p{margin:0 0 10px;max-width:76ch;overflow-wrap:anywhere}
 .row{display:flex;flex-wrap:wrap;gap:28px 40px;align-items:flex-start}
 figure{margin:0 0 24px;max-width:100%;min-width:0}
 figcaption{max-width:60ch;margin-bottom:8px}
-.made{max-width:100%;margin-top:24px;color:var(--dim);font-size:13px;overflow-wrap:anywhere}code{font:12px ui-monospace,monospace}
+.made{max-width:100%;margin-top:24px;color:var(--dim);font-size:13px;overflow-wrap:anywhere}code{font:12px ui-monospace,monospace}.option{white-space:nowrap}
 .verdict{font-size:16px;font-weight:600;border-left:5px solid var(--accent);padding:4px 12px;max-width:90ch}
 .good{border-color:var(--p2)}.bad-news{border-color:var(--p3)}
 .next{max-width:none}.scroll+.dim{margin-top:8px}
@@ -49,7 +49,7 @@ th{color:var(--dim);font-weight:600;white-space:normal;vertical-align:bottom}
 section{margin-top:36px;border-top:1px solid var(--line);padding-top:18px}
 section figure{width:356px}
 h2.title{font-size:19px;margin:0 0 8px;overflow-wrap:anywhere}
-ul{padding-left:18px}li{margin-bottom:7px;break-inside:avoid}
+ul{padding-left:18px}li{margin-bottom:7px;break-inside:avoid;overflow-wrap:anywhere}
 ul.remarks{margin:18px 0 22px;columns:430px 2;column-gap:44px;font-size:14px}
 .words td:first-child,.words th:first-child{text-align:left}
 .reasons td:last-child,.reasons th:last-child{text-align:left;white-space:normal;min-width:280px}
@@ -92,7 +92,7 @@ impl Made {
     /// Tool, version, date and command, on one line of markup.
     fn line(&self) -> String {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let command = self.command.as_ref().map_or(String::new(), |text| format!(", <code>{}</code>", escape(text)));
+        let command = self.command.as_ref().map_or(String::new(), |text| format!(", {}", code(text)));
         format!("<p class=\"made\">sigmascale {}, {}{command}</p>\n", env!("CARGO_PKG_VERSION"), date(now))
     }
 }
@@ -155,7 +155,7 @@ impl Page {
 
     /// Sets the command that comes next, below the verdict.
     pub fn next(&mut self, command: &str) {
-        let _ = writeln!(self.head, "<p class=\"next\">Next: <code>{}</code></p>", escape(command));
+        let _ = writeln!(self.head, "<p class=\"next\">Next: {}</p>", code(command));
     }
 
     /// Adds a table. `class` is `words` where the first column holds words, `reasons` where the last one does.
@@ -294,15 +294,22 @@ pub fn escape(text: &str) -> String {
 
 /// Sentences as markup, what they set in backticks as code.
 fn prose(text: &str) -> String {
-    let parts: Vec<_> = text.split('`').map(escape).collect();
+    let parts: Vec<_> = text.split('`').collect();
     if parts.len().is_multiple_of(2) {
         return escape(text); // a backtick of a name
     }
-    let part = |(place, part): (usize, &String)| match place % 2 {
-        0 => part.clone(),
-        _ => format!("<code>{part}</code>"),
-    };
+    let part = |(place, part): (usize, &&str)| if place % 2 == 0 { escape(part) } else { code(part) };
     parts.iter().enumerate().map(part).collect()
+}
+
+/// A command or a name as markup. Browsers break lines inside of `--option` if they may.
+fn code(text: &str) -> String {
+    let word = |word: &str| {
+        let markup = escape(word);
+        let option = word.starts_with("--") && !word.contains('=');
+        if option { format!("<span class=\"option\">{markup}</span>") } else { markup }
+    };
+    format!("<code>{}</code>", text.split(' ').map(word).collect::<Vec<_>>().join(" "))
 }
 
 /// Text with the colors of its verdicts, as markup.
@@ -353,6 +360,7 @@ mod tests {
     #[test]
     fn backticks_in_pairs_are_code() {
         assert_eq!(prose("set `a<b>` to `c`"), "set <code>a&lt;b&gt;</code> to <code>c</code>");
+        assert_eq!(prose("run `x --to <b>`"), "run <code>x <span class=\"option\">--to</span> &lt;b&gt;</code>");
         assert_eq!(prose("a folder it`s"), "a folder it`s");
     }
 
