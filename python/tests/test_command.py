@@ -114,6 +114,11 @@ ENGINES = {
         ),
         "model_executor/model_loader/__init__.py": "",
         "model_executor/model_loader/utils.py": "def record_metadata_for_reloading(model): ...\n",
+        "v1/__init__.py": "",
+        "v1/core/__init__.py": "",
+        "v1/core/kv_cache_utils.py": "",
+        "v1/engine/__init__.py": "",
+        "v1/engine/core.py": "class EngineCore:\n    def _initialize_kv_caches(self, config): ...\n",
     },
 }
 

@@ -54,9 +54,8 @@ def inside(folder, how):
     pack = utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
     lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("vllm.plugins.sigmascale").addHandler(handler)
+    # A filter, since vLLM drops handlers when it configures logging for an engine.
+    logging.getLogger("vllm.plugins.sigmascale").addFilter(lambda record: lines.append(record.getMessage()) or True)
     llm = LLM(
         folder, dtype="bfloat16", kv_cache_dtype="auto" if how["cache"] == "bf16" else "fp8", enforce_eager=not how["compiled"], seed=0,
         skip_tokenizer_init=True, max_model_len=256, max_num_seqs=2, enable_prefix_caching=False, disable_log_stats=True,
