@@ -65,7 +65,7 @@ def check(value, kind, place, seen):
             seen.add((kind.__name__, key))
             check(item, hints[key], f"{place}.{key}", seen)
     elif isinstance(kind, type) and issubclass(kind, dict):
-        whole(value, kind.__name__, seen, {"others"})
+        whole(value, kind.__name__, seen, {"others", "observed"})
     else:
         assert isinstance(value, kind | int if kind is float else kind), (place, kind, value)
         assert kind is bool or not isinstance(value, bool), place
@@ -91,9 +91,9 @@ def test_results_have_the_keys_and_values_of_their_types(tmp_path):
     trace = str(ROOT / "data" / "traces" / "tiny-llama.json")
     whole(sigmascale.stress("replay", trace=trace, policies="delayed"), "StressRun", seen, {"training"})
     whole(sigmascale.export(MODEL, tmp_path / "out", "vllm"), "Export", seen)
-    audit = sigmascale.verify(tmp_path / "out")
+    audit = sigmascale.verify(tmp_path / "out", tokens=text, seq_len=16)
     for one in [audit, *audit["others"]]:
-        whole(one, "Audit", seen, set() if one is audit else {"others"})
+        whole(one, "Audit", seen, set() if one is audit else {"others", "observed"})
     run = [tmp_path / f"checkpoint-{step}" for step in (100, 200)]
     for checkpoint in run:
         checkpoint.symlink_to(MODEL, target_is_directory=True)

@@ -145,7 +145,7 @@ class Kept:
 
     def learns(self, index: int) -> bool:
         """Whether the calls of a layer are to be observed."""
-        return self._sums[index] is not None and not self._known[index] and not torch.compiler.is_compiling()
+        return self._sums[index] is not None and not self._known[index]
 
     @torch.no_grad()
     def observe(self, index, k, v, sequences):

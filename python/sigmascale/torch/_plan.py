@@ -51,6 +51,10 @@ class LayerPlan:
     stale: bool
     # The centers of the runtime's layers.
     kept: Any = None
+    # c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others. The descales
+    # cover keys and values with them and without. Held here and not looked up by `index`, for which a compiler would compile each
+    # layer anew.
+    centers: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     # "e4m3": calls cast their logits (`attention`).
     logits: str | None = None
     key: int
@@ -83,15 +87,9 @@ class LayerPlan:
             _tell_compiler(tensor)
 
     @property
-    def centers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """c and m, f32 (n_kv_heads, d), None where nothing is subtracted: what calls take unless they are given others. The descales
-        cover keys and values with them and without."""
-        return (None, None) if self.kept is None else self.kept.of[self.index]
-
-    @property
     def learns_centers(self) -> bool:
         """Whether calls take part in the means that centers come from."""
-        return self.kept is not None and self.kept.learns(self.index)
+        return not torch.compiler.is_compiling() and self.kept is not None and self.kept.learns(self.index)
 
     @property
     def training(self) -> bool:

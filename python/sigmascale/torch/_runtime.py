@@ -172,8 +172,7 @@ class Runtime:
         weakref.finalize(self, _remove, self._hooks)
         self._bind(known)
         self.centers = _centers.Kept(center, self, model, known)
-        for plan in self.layers:
-            plan.kept = self.centers
+        self._center()
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         # What is to be said once: of layers that run elsewhere, and of weights that are not those of the scales.
@@ -251,6 +250,11 @@ class Runtime:
 
     def _capturing(self):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _center(self):
+        """Tells the plans of layers their centers."""
+        for plan in self.layers:
+            plan.kept, plan.centers = self.centers, self.centers.of[plan.index]
 
     def _bind(self, layers):
         """Sets engines up over the tensors at their present addresses, and hooks where FSDP makes them whole."""
@@ -596,6 +600,7 @@ class Runtime:
             if part is not None or vectors is not None:
                 self._policy.update(self, self._stream(), self._resident if vectors is not None else None)
             self.centers.load(centers, self.descales)
+            self._center()
             if part is not None:
                 self.descales.copy_(part["descales"])
 
