@@ -161,6 +161,7 @@ EXTRA = {
         | {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
     },
     "step3p5": {
+        "sliding_window": 128,
         "layer_types": ["sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "dense"],
         "num_sliding_attention_heads": 6,
