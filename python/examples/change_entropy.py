@@ -4,8 +4,8 @@
     change_entropy.py > summary.csv
     change_entropy.py --rows > rows.csv
 
-Trains the layer of `sigmascale stress low-precision` (31 tokens of which half occur three times, four heads, in head 2 values of one
-sign and a part that all keys share), written in PyTorch's operations, with O in BF16 (`none`), with the output in f32 until delta
+Trains the layer of `sigmascale stress low-precision`: 31 tokens, half of which occur three times, and four heads. In head 2 all values
+have the same sign, and all keys share a constant part. It is written in PyTorch's operations, with O in BF16 (`none`), with the output in f32 until delta
 is computed (`f32-output`) and all in f32 (`f32`), three seeds each. Every ten steps a row for each head:
 
     entropy    -sum p ln p of p = s^2 / sum s^2, s the singular values of the change of W_Q^T W_K in ten steps: 0 if it has rank one

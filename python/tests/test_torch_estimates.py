@@ -86,7 +86,7 @@ def test_the_numbers_of_iterations_are_options(estimator):
 
 @pytest.mark.parametrize("estimator", POWER)
 def test_a_poor_start_heals_where_the_weights_stay(estimator):
-    """Vectors that are nearly orthogonal to the largest singular vector: the estimate is poor, and meets the norm by refreshes."""
+    """From vectors nearly orthogonal to the largest singular vector the estimate starts far too low; refreshes bring it to the norm."""
     model = Small()
     runtime = attach(model, "geometry-c-star", estimator=estimator)
     q, k = (x[0].detach().double().view(-1, R, D) for x in (model.q, model.k))

@@ -43,7 +43,7 @@ struct Layout {
     experts: Option<Experts>,
 }
 
-/// MLPs of which each token takes a few.
+/// Mixture of experts: a router sends each token to the top k of them.
 struct Experts {
     router: &'static str,
     /// `{e}` stands for the expert.

@@ -54,7 +54,7 @@ pub struct Args {
     /// The text, read by the tokenizer.json of the checkpoint; FILE.json is a JSON list of token ids
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
-    /// Tokens of a sequence, of which 16 are run at most [default: 256]
+    /// Length of each sequence in tokens; at most 16 sequences run [default: 256]
     #[arg(long, value_name = "N", value_parser = count)]
     seq_len: Option<usize>,
     /// Also write the result as an HTML page with the run's history to FILE

@@ -89,8 +89,8 @@ class Estimates:
             self._factors[index] = _native.certified_inflation(count, self._ranks[index], self.cover) if covered else 1.0
 
     def _iterate_together(self, found, indices, count):
-        """Iterations of the sums of layers whose heads ranks share, each of which adds up its own heads: of a sum's product with a
-        vector every rank has a part, so two vectors of the model's width are reduced. Gives the estimates."""
+        """Estimates of the norm of each layer's sum over heads, where the heads are split among ranks. The product of the sum with a
+        vector is the sum of what each rank's heads give, so each iteration reduces two vectors of d_model values."""
         estimates = []
         for index, layer in zip(indices, found):
             rows = self._rows[index]
