@@ -4,9 +4,10 @@
     change_entropy.py > summary.csv
     change_entropy.py --rows > rows.csv
 
-Trains the layer of `sigmascale stress low-precision`: 31 tokens, half of which occur three times, and four heads. In head 2 all values
-have the same sign, and all keys share a constant part. It is written in PyTorch's operations, with O in BF16 (`none`), with the output in f32 until delta
-is computed (`f32-output`) and all in f32 (`f32`), three seeds each. Every ten steps a row for each head:
+Trains the layer of `sigmascale stress low-precision`: 31 tokens, half of which occur three times, and four heads. In head 2
+all values have the same sign, and all keys share a constant part. It is written in PyTorch's operations, with O in BF16
+(`none`), with the output in f32 until delta is computed (`f32-output`) and all in f32 (`f32`), three seeds each. Every ten
+steps a row for each head:
 
     entropy    -sum p ln p of p = s^2 / sum s^2, s the singular values of the change of W_Q^T W_K in ten steps: 0 if it has rank one
     one_sided  how far the tokens lie on one side of the first right singular vector of W_Q: 1 if all do, 0 if half do
